@@ -1,0 +1,6 @@
+"""The typed recipe that every verb reads."""
+
+from megalith.recipe.load import load, parse
+from megalith.recipe.schema import Recipe
+
+__all__ = ["Recipe", "load", "parse"]

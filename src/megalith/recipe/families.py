@@ -1,0 +1,142 @@
+"""What each model family can be told: one typed section per family.
+
+A section is also the family's config: ``Decoder(DecoderConfig(...))`` needs no recipe. Fields left
+out take the preset's value, then the default here. A field that is ``None`` is filled from the data
+(the tokenizer's vocabulary, the number of classes) when the model is built.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from megalith.recipe.base import Reference, Section, option
+from megalith.recipe.presets import with_preset
+
+Ropes = Literal["none", "linear", "dynamic", "yarn", "llama3"]
+
+
+class RopeScaling(Section):
+    """How rotary positions are stretched beyond the length a model was first trained on."""
+
+    kind: Ropes = option("none", "the rule; 'none' leaves the angles as they are")
+    factor: float = option(1.0, "how many times longer the context becomes", gt=0)
+    original_context: int = option(8192, "context of the first training", unit="tokens", gt=0)
+    low_freq_factor: float = option(1.0, "llama3: wavelengths above original/this are scaled", gt=0)
+    high_freq_factor: float = option(4.0, "llama3: wavelengths below original/this stay", gt=0)
+    beta_fast: float = option(32.0, "yarn: rotations above which an angle stays", gt=0)
+    beta_slow: float = option(1.0, "yarn: rotations below which an angle is scaled", gt=0)
+    attention_factor: float | None = option(
+        None, "yarn: factor on cosine and sine; left out: 0.1 ln(factor) + 1"
+    )
+
+
+class DecoderConfig(Section):
+    """A causal decoder: GPT-2/3, Llama, Mistral and Qwen are settings of one model."""
+
+    family: Literal["decoder"] = "decoder"
+    preset: str | None = option(None, "named set of values for the fields below, such as gpt2-small")
+    path: str | None = option(
+        None, "folder with weights in Hugging Face's layout; its config.json sets the fields below"
+    )
+    vocab: int | None = option(None, "size of the vocabulary; left out: the tokenizer's", gt=0)
+    context: int = option(1024, "longest sequence", unit="tokens", gt=0)
+    layers: int = option(6, "number of blocks", gt=0)
+    width: int = option(384, "size of the residual stream", unit="features", gt=0)
+    heads: int = option(6, "query heads per layer", gt=0)
+    kv_heads: int = Field(
+        default_factory=lambda data: data["heads"],
+        description="key and value heads; fewer than heads is grouped-query; default: heads",
+        gt=0,
+    )
+    head_dim: int = Field(
+        default_factory=lambda data: data["width"] // data["heads"],
+        description="size of one head; default: width / heads [features]",
+        gt=0,
+    )
+    hidden: int = Field(
+        default_factory=lambda data: 4 * data["width"],
+        description="inner size of the feed-forward part; default: 4 x width [features]",
+        gt=0,
+    )
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = option(
+        "gelu_tanh", "of the feed-forward part; swiglu adds a gate matrix"
+    )
+    norm: Literal["layernorm", "rmsnorm"] = option("layernorm", "normalisation before each part")
+    norm_eps: float = option(1e-5, "added to the variance", gt=0)
+    positions: Literal["learned", "rope"] = option("learned", "how positions enter")
+    rope_theta: float = option(10_000.0, "base of the rotary wavelengths", gt=0)
+    rope_scaling: RopeScaling = option(RopeScaling(), "stretching of rotary positions")
+    qk_norm: bool = option(False, "RMSNorm on each head's query and key (Qwen3)")
+    qkv_bias: bool = option(True, "bias in the query, key and value projections")
+    output_bias: bool = option(True, "bias in the attention's output projection")
+    mlp_bias: bool = option(True, "bias in the feed-forward part")
+    tied: bool = option(True, "the head shares the embedding's weight")
+    window: int | None = option(
+        None, "sliding window: how many tokens back attention sees, itself included",
+        unit="tokens", gt=0,
+    )
+    window_from: int = option(0, "first layer (from 0) that uses the window", ge=0)
+    dropout: float = option(0.0, "probability, on embeddings, attention and residual parts",
+                            ge=0, lt=1)
+    init_std: float = option(0.02, "standard deviation of initial weights", gt=0)
+    attention: Literal["sdpa", "reference"] | Reference = option(
+        "sdpa", "attention core: sdpa, reference, or a class of yours as 'package.module:Class'"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        return with_preset("decoder", data)
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> DecoderConfig:
+        # A head size given by hand frees the width (Qwen3, Mistral-Nemo); else heads divide it.
+        if "head_dim" not in self.model_fields_set and self.width % self.heads:
+            raise ValueError(f"heads|{self.heads} heads do not divide width {self.width}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads|{self.kv_heads} key/value heads do not divide {self.heads} heads"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim|rotary positions need an even head_dim, not {self.head_dim}")
+        if self.positions == "learned" and self.rope_scaling.kind != "none":
+            raise ValueError("rope_scaling|needs positions = \"rope\"")
+        return self
+
+
+class ResNetConfig(Section):
+    """A residual network for images (He et al. 2015), names as in torchvision."""
+
+    family: Literal["resnet"] = "resnet"
+    preset: str | None = option(None, "resnet18, 34, 50, 101 or 152; fields below change it")
+    path: str | None = option(None, "safetensors file with torchvision's parameter names")
+    blocks: list[int] = option([2, 2, 2, 2], "blocks in each stage")
+    block: Literal["basic", "bottleneck"] = option("basic", "two 3x3, or 1x1-3x3-1x1 convolutions")
+    width: int = option(64, "channels of the first stage", unit="channels", gt=0)
+    channels: int | None = option(None, "channels of the image; left out: the data's", gt=0)
+    classes: int | None = option(None, "number of classes; left out: the data's", gt=0)
+    stem: Literal["imagenet", "small"] = option(
+        "imagenet", "7x7 stride 2 and pooling, or 3x3 stride 1 for images under about 64 pixels"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        return with_preset("resnet", data)
+
+    @model_validator(mode="after")
+    def _has_stages(self) -> ResNetConfig:
+        if not self.blocks or min(self.blocks) < 1:
+            raise ValueError(f"blocks|every stage needs at least one block, not {self.blocks}")
+        return self
+
+
+class FactoryModel(Section):
+    """Any ``nn.Module`` of the user's own."""
+
+    family: Literal["factory"] = "factory"
+    factory: Reference = option(..., "function that returns an nn.Module, as 'package.module:name'")
+    args: dict[str, Any] = option({}, "keyword arguments for the factory")
+
