@@ -1,0 +1,176 @@
+"""Cross-entropy that never holds ``[tokens, vocab]`` logits.
+
+The head's matmul, the softmax and both gradients are taken for a chunk of tokens at a time, so the
+largest intermediate is ``[chunk, vocab]``. The gradients with respect to the hidden states and the
+head's weight are complete when the forward pass ends; backward only scales them. The cost is
+that of the plain form: three matmuls with the head's weight, none of them twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.tasks.base import IGNORE
+
+_CHUNK_LOGITS = 1 << 24
+"""Logits per chunk: 64 MiB in float32, enough rows to keep the matmuls at full speed."""
+
+_HALF_SCALE = 1024.0
+"""Keeps softmax probabilities above float16's smallest number; a power of two, so exact."""
+
+
+def chunk_rows(vocab: int) -> int:
+    """Tokens per chunk for a vocabulary of ``vocab``."""
+    return max(32, _CHUNK_LOGITS // vocab // 32 * 32)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Sum over valid tokens of the cross-entropy of ``hidden @ weight.T``.
+
+    Per token with logits ``x``, target ``t`` and log-normaliser ``z = logsumexp(x)``, the loss is
+    ``z - (1 - s) x_t - s mean(x) + z_loss z²``, with ``s`` the label smoothing
+    (Szegedy et al. 2016, section 7; z-loss: Chowdhery et al. 2022, PaLM, section 5).
+
+    Args:
+        hidden: ``[..., width]``. Matmuls run in its dtype, or in autocast's where that is on.
+        weight: ``[vocab, width]``; its gradient comes in its own dtype, summed in float32.
+        targets: int64 ``[...]``; ``-100`` does not count.
+        chunk: tokens at a time; left out: about 64 MiB of logits.
+
+    Returns:
+        float32 scalar (float64 for float64 inputs).
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if _autocast(hidden) else hidden.dtype
+    total: Tensor = _LinearCrossEntropy.apply(  # pyright: ignore[reportAssignmentType]
+        hidden.flatten(0, -2).to(dtype),
+        weight,
+        targets.flatten(),
+        label_smoothing,
+        z_loss,
+        chunk or chunk_rows(weight.shape[0]),
+    )
+    return total
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """The same sum from logits ``[..., vocab]`` that are there already, in float32."""
+    logits = logits.flatten(0, -2)
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    targets = targets.flatten()
+    total = torch.nn.functional.cross_entropy(
+        logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=label_smoothing
+    )
+    if z_loss:
+        normaliser = logits.logsumexp(-1)
+        total = total + z_loss * (normaliser.square() * (targets != IGNORE)).sum()
+    return total
+
+
+def _autocast(tensor: Tensor) -> bool:
+    return tensor.dtype != torch.float64 and torch.is_autocast_enabled(tensor.device.type)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        smoothing: float,
+        z_loss: float,
+        chunk: int,
+    ) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        scale = _HALF_SCALE if hidden.dtype == torch.float16 else 1.0
+        matrix = weight.to(hidden.dtype)
+        total = torch.zeros((), dtype=exact, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        for rows, part, target in zip(
+            torch.arange(0, len(hidden), chunk).tolist(),
+            hidden.split(chunk),
+            targets.split(chunk),
+            strict=True,
+        ):
+            logits = (part @ matrix.T).to(exact)
+            loss, normaliser = _loss(logits, target, smoothing, z_loss)
+            total += loss
+            if not (wants_hidden or wants_weight):
+                continue
+            slope = _slope_(logits, normaliser, target, smoothing, z_loss, scale).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows : rows + len(part)] = slope @ matrix
+            if grad_weight is not None:
+                _add_product_(grad_weight, slope, part)
+        ctx.scale = scale
+        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        grad_hidden, grad_weight = ctx.saved_tensors
+        factor = grad_total / ctx.scale
+        # In place, to hold no second copy; a second backward is then refused by autograd itself.
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.mul_(factor)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(factor).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _loss(
+    logits: Tensor, target: Tensor, smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """The summed loss of a chunk and each row's log-normaliser."""
+    valid = target != IGNORE
+    normaliser = logits.logsumexp(-1)
+    chosen = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    loss = normaliser - (1 - smoothing) * chosen
+    if smoothing:
+        loss = loss - smoothing * logits.mean(-1)
+    if z_loss:
+        loss = loss + z_loss * normaliser.square()
+    return torch.where(valid, loss, 0.0).sum(), normaliser
+
+
+def _slope_(
+    logits: Tensor,
+    normaliser: Tensor,
+    target: Tensor,
+    smoothing: float,
+    z_loss: float,
+    scale: float,
+) -> Tensor:
+    """Turn ``logits`` in place into the derivative of the summed loss by them, times ``scale``."""
+    valid = (target != IGNORE).to(logits.dtype) * scale
+    weight = valid * (1 + 2 * z_loss * normaliser) if z_loss else valid
+    slope = logits.sub_(normaliser.unsqueeze(-1)).exp_().mul_(weight.unsqueeze(-1))
+    if smoothing:
+        slope.sub_((valid * (smoothing / logits.shape[-1])).unsqueeze(-1))
+    chosen = target.clamp(min=0).unsqueeze(-1)
+    return slope.scatter_add_(-1, chosen, -(1 - smoothing) * valid.unsqueeze(-1))
+
+
+def _add_product_(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
+    """``total += slope.T @ hidden``; the running sum stays in float32."""
+    if slope.dtype == total.dtype:
+        total.addmm_(slope.T, hidden)
+    else:
+        total += slope.T @ hidden

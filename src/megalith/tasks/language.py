@@ -1,0 +1,80 @@
+"""Language modelling: predict each next token."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+from megalith.tasks.base import IGNORE, Batch, Loss
+from megalith.tasks.cross_entropy import cross_entropy, linear_cross_entropy
+
+UserLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Language:
+    """Next-token cross-entropy, summed over tokens.
+
+    Batches hold ``tokens`` and ``targets`` (int64 ``[batch, seq]``, ``-100`` does not count),
+    ``bytes`` (int64 ``[batch]``, the UTF-8 bytes that the targets stand for) and, where documents
+    must not see each other, ``documents`` and ``positions`` (int64 ``[batch, seq]``).
+
+    Args:
+        label_smoothing: share of the target spread over the vocabulary.
+        z_loss: weight of the squared log-normaliser.
+        loss: replaces cross-entropy: ``f(logits, targets)`` is the sum over valid targets.
+    """
+
+    def __init__(
+        self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, loss: UserLoss | None = None
+    ) -> None:
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.user_loss = loss
+
+    def count(self, batch: Batch) -> Tensor:
+        """Valid targets of the batch."""
+        return (batch["targets"] != IGNORE).sum()
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """The summed loss; logits are not materialised where the model takes a ``head``."""
+        inputs = {k: batch[k] for k in ("documents", "positions") if k in batch}
+        targets = batch["targets"]
+        if self.user_loss is None and _takes_head(model):
+
+            def head(hidden: Tensor, weight: Tensor) -> Tensor:
+                return linear_cross_entropy(
+                    hidden,
+                    weight,
+                    targets,
+                    label_smoothing=self.label_smoothing,
+                    z_loss=self.z_loss,
+                )
+
+            total = model(batch["tokens"], head=head, **inputs)
+        else:
+            output = model(batch["tokens"], **inputs)
+            logits = getattr(output, "logits", output)
+            total = self._from_logits(logits, targets)
+        return Loss(total, {"bytes": batch["bytes"].sum()} if "bytes" in batch else {})
+
+    def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Mean loss in nats per token, perplexity, and bits per byte of the text."""
+        loss = sums["loss"] / max(sums["count"], 1)
+        report = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        if sums.get("bytes"):
+            report["bits_per_byte"] = sums["loss"] / math.log(2) / sums["bytes"]
+        return report
+
+    def _from_logits(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.user_loss is not None:
+            return self.user_loss(logits, targets)
+        return cross_entropy(
+            logits, targets, label_smoothing=self.label_smoothing, z_loss=self.z_loss
+        )
+
+
+def _takes_head(model: nn.Module) -> bool:
+    return "head" in inspect.signature(model.forward).parameters
