@@ -2,13 +2,14 @@
 
 A family is a folder whose package offers ``build(config) -> nn.Module``. Its module fills each
 parameter by ``init_weight(name, tensor, generator)``, and lists in ``units`` the name patterns of
-its repeated parts, which are what checkpointing, compilation and sharding work on.
+its repeated parts, which are what checkpointing, compilation and sharding work on. A module with
+buffers that must be right after ``to_empty`` sets them in ``init_buffers()``.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ def resolve(config: ModelConfig, facts: Mapping[str, int]) -> ModelConfig:
         given = getattr(config, name)
         if given is not None and given < needed:
             raise RecipeError(f"model.{name}: {given} is smaller than the data's {needed}")
+        if name == "channels" and given not in (None, needed):
+            raise RecipeError(f"model.channels: {given}, but the data's images have {needed}")
     missing = {k: v for k, v in found.items() if getattr(config, k) is None}
     return config.model_copy(update=missing)
 
@@ -71,16 +74,25 @@ def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") ->
         module = family.build(config)
     if device.type != "meta":
         if config.path is not None:
-            family.load_weights(module, config)
+            fresh = family.load_weights(module, config)  # what the file does not hold
+            initialise(module, seed, fresh or ())
         else:
             initialise(module, seed)
     return module
 
 
 @torch.no_grad()
-def initialise(module: Any, seed: int) -> None:
-    """Fill every parameter from a generator of its own, drawn on the host."""
+def initialise(module: Any, seed: int, only: Collection[str] | None = None) -> None:
+    """Fill parameters, each from a generator of its own drawn on the host, and set buffers.
+
+    Args:
+        only: names of the parameters to fill, buffers left alone; ``None``: everything.
+    """
+    if only is None and hasattr(module, "init_buffers"):
+        module.init_buffers()
     for name, parameter in module.named_parameters():
+        if only is not None and name not in only:
+            continue
         host = torch.empty(parameter.shape, dtype=torch.float32)
         module.init_weight(name, host, seeds.generator(seed, "init", name))
         parameter.copy_(host)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from megalith.recipe.base import Reference, Section, option
+from megalith.recipe.base import Arguments, Reference, Section, derived, option
 from megalith.recipe.presets import with_preset
 
 Ropes = Literal["none", "linear", "dynamic", "yarn", "llama3"]
@@ -45,19 +45,24 @@ class DecoderConfig(Section):
     layers: int = option(6, "number of blocks", gt=0)
     width: int = option(384, "size of the residual stream", unit="features", gt=0)
     heads: int = option(6, "query heads per layer", gt=0)
-    kv_heads: int = Field(
-        default_factory=lambda data: data["heads"],
-        description="key and value heads; fewer than heads is grouped-query; default: heads",
+    kv_heads: int = derived(
+        lambda data: data["heads"],
+        "heads",
+        "key and value heads; fewer than heads is grouped-query",
         gt=0,
     )
-    head_dim: int = Field(
-        default_factory=lambda data: data["width"] // data["heads"],
-        description="size of one head; default: width / heads [features]",
+    head_dim: int = derived(
+        lambda data: data["width"] // data["heads"],
+        "width / heads",
+        "size of one head",
+        unit="features",
         gt=0,
     )
-    hidden: int = Field(
-        default_factory=lambda data: 4 * data["width"],
-        description="inner size of the feed-forward part; default: 4 x width [features]",
+    hidden: int = derived(
+        lambda data: 4 * data["width"],
+        "4 x width",
+        "inner size of the feed-forward part",
+        unit="features",
         gt=0,
     )
     activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = option(
@@ -112,7 +117,7 @@ class ResNetConfig(Section):
     family: Literal["resnet"] = "resnet"
     preset: str | None = option(None, "resnet18, 34, 50, 101 or 152; fields below change it")
     path: str | None = option(None, "safetensors file with torchvision's parameter names")
-    blocks: list[int] = option([2, 2, 2, 2], "blocks in each stage")
+    blocks: list[int] = option([2, 2, 2, 2], "blocks in each of the one to four stages")
     block: Literal["basic", "bottleneck"] = option("basic", "two 3x3, or 1x1-3x3-1x1 convolutions")
     width: int = option(64, "channels of the first stage", unit="channels", gt=0)
     channels: int | None = option(None, "channels of the image; left out: the data's", gt=0)
@@ -130,6 +135,8 @@ class ResNetConfig(Section):
     def _has_stages(self) -> ResNetConfig:
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"blocks|every stage needs at least one block, not {self.blocks}")
+        if len(self.blocks) > 4:
+            raise ValueError(f"blocks|at most four stages, not {len(self.blocks)}")
         return self
 
 
@@ -138,5 +145,5 @@ class FactoryModel(Section):
 
     family: Literal["factory"] = "factory"
     factory: Reference = option(..., "function that returns an nn.Module, as 'package.module:name'")
-    args: dict[str, Any] = option({}, "keyword arguments for the factory")
+    args: Arguments = option({}, "keyword arguments for the factory")
 
