@@ -13,7 +13,9 @@ from megalith.core.errors import MissingExtra, RecipeError, nearest
 def is_reference(text: str) -> bool:
     """Whether ``text`` has the form ``package.module:name``."""
     module, _, name = text.partition(":")
-    return bool(name) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+    return bool(name) and all(
+        part.isidentifier() for part in [*module.split("."), *name.split(".")]
+    )
 
 
 def resolve(reference: str, field: str) -> Any:

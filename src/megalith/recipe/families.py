@@ -35,8 +35,10 @@ class RopeScaling(Section):
 class DecoderConfig(Section):
     """A causal decoder: GPT-2/3, Llama, Mistral and Qwen are settings of one model."""
 
-    family: Literal["decoder"] = "decoder"
-    preset: str | None = option(None, "named set of values for the fields below, such as gpt2-small")
+    family: Literal["decoder"] = option("decoder", "a causal decoder")
+    preset: str | None = option(
+        None, "named set of values for the fields below, such as gpt2-small"
+    )
     path: str | None = option(
         None, "folder with weights in Hugging Face's layout; its config.json sets the fields below"
     )
@@ -79,12 +81,15 @@ class DecoderConfig(Section):
     mlp_bias: bool = option(True, "bias in the feed-forward part")
     tied: bool = option(True, "the head shares the embedding's weight")
     window: int | None = option(
-        None, "sliding window: how many tokens back attention sees, itself included",
-        unit="tokens", gt=0,
+        None,
+        "sliding window: how many tokens back attention sees, itself included",
+        unit="tokens",
+        gt=0,
     )
     window_from: int = option(0, "first layer (from 0) that uses the window", ge=0)
-    dropout: float = option(0.0, "probability, on embeddings, attention and residual parts",
-                            ge=0, lt=1)
+    dropout: float = option(
+        0.0, "probability, on embeddings, attention and residual parts", ge=0, lt=1
+    )
     init_std: float = option(0.02, "standard deviation of initial weights", gt=0)
     attention: Literal["sdpa", "reference"] | Reference = option(
         "sdpa", "attention core: sdpa, reference, or a class of yours as 'package.module:Class'"
@@ -105,16 +110,18 @@ class DecoderConfig(Section):
                 f"kv_heads|{self.kv_heads} key/value heads do not divide {self.heads} heads"
             )
         if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim|rotary positions need an even head_dim, not {self.head_dim}")
+            raise ValueError(
+                f"head_dim|rotary positions need an even head_dim, not {self.head_dim}"
+            )
         if self.positions == "learned" and self.rope_scaling.kind != "none":
-            raise ValueError("rope_scaling|needs positions = \"rope\"")
+            raise ValueError('rope_scaling|needs positions = "rope"')
         return self
 
 
 class ResNetConfig(Section):
     """A residual network for images (He et al. 2015), names as in torchvision."""
 
-    family: Literal["resnet"] = "resnet"
+    family: Literal["resnet"] = option("resnet", "a residual network for images")
     preset: str | None = option(None, "resnet18, 34, 50, 101 or 152; fields below change it")
     path: str | None = option(None, "safetensors file with torchvision's parameter names")
     blocks: list[int] = option([2, 2, 2, 2], "blocks in each of the one to four stages")
@@ -143,7 +150,6 @@ class ResNetConfig(Section):
 class FactoryModel(Section):
     """Any ``nn.Module`` of the user's own."""
 
-    family: Literal["factory"] = "factory"
+    family: Literal["factory"] = option("factory", "a module of your own; goes with factory")
     factory: Reference = option(..., "function that returns an nn.Module, as 'package.module:name'")
     args: Arguments = option({}, "keyword arguments for the factory")
-

@@ -17,10 +17,11 @@ def presets(family: str) -> dict[str, dict[str, Any]]:
 
 def with_preset(family: str, section: Any) -> Any:
     """``section`` with the values of the preset that it names under its own."""
-    if not isinstance(section, dict) or not section.get("preset"):
+    if not isinstance(section, dict) or not isinstance(section.get("preset"), str):
         return section
     known = presets(family)
     name = section["preset"]
     if name not in known:
-        raise ValueError(f"preset|'{name}' is not one of {family}'s{nearest(str(name), known)}")
+        hint = nearest(name, known) or f", which are {', '.join(known)}"
+        raise ValueError(f"preset|'{name}' is none of {family}'s presets{hint}")
     return {**known[name], **section}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Lt
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from megalith.recipe.base import Reference, Section, option
+from megalith.recipe.base import Arguments, Reference, Section, derived, option
 from megalith.recipe.families import DecoderConfig, FactoryModel, ResNetConfig
 
 
@@ -51,8 +52,10 @@ class TextData(Section):
 
     @model_validator(mode="after")
     def _has_files(self) -> TextData:
-        if (self.source == "files") != bool(self.files):
-            raise ValueError('files|go with source = "files", and it needs at least one')
+        if self.source == "files" and not self.files:
+            raise ValueError('files|source = "files" needs at least one file, folder or glob')
+        if self.source != "files" and self.files:
+            raise ValueError(f'files|go with source = "files", not "{self.source}"')
         return self
 
 
@@ -74,16 +77,16 @@ class ImageData(Section):
     @model_validator(mode="after")
     def _has_folder(self) -> ImageData:
         if self.source == "idx" and not self.folder:
-            raise ValueError("folder|is needed with source = \"idx\"")
+            raise ValueError('folder|is needed with source = "idx"')
         return self
 
 
 class FactoryData(Section):
     """Any data of the user's own: a function that returns ``megalith.data.Splits``."""
 
-    source: Literal["factory"] = "factory"
+    source: Literal["factory"] = option("factory", "data of your own; goes with factory")
     factory: Reference = option(..., "function that returns Splits, as 'package.module:name'")
-    args: dict[str, Any] = option({}, "keyword arguments for the factory")
+    args: Arguments = option({}, "keyword arguments for the factory")
     workers: int = option(0, "processes that load samples beside training", ge=0)
 
 
@@ -124,7 +127,7 @@ class TaskSection(Section):
     factory: Reference | None = option(
         None, "function that returns a Task of yours, as 'package.module:name'; replaces name"
     )
-    args: dict[str, Any] = option({}, "keyword arguments for the factory")
+    args: Arguments = option({}, "keyword arguments for the factory")
     loss: Reference | None = option(
         None, "loss of yours, f(outputs, targets) -> sum over the valid targets (not -100)"
     )
@@ -142,9 +145,11 @@ class TrainSection(Section):
     global_batch: int = option(
         32, "samples per update, over all ranks and micro-batches", unit="samples", gt=0
     )
-    micro_batch: int = Field(
-        default_factory=lambda data: data["global_batch"],
-        description="samples per forward pass; default: global_batch [samples]",
+    micro_batch: int = derived(
+        lambda data: data["global_batch"],
+        "global_batch",
+        "samples per forward pass",
+        unit="samples",
         gt=0,
     )
     precision: Literal["fp32", "bf16", "fp16"] = option("fp32", "of matmuls and activations")
@@ -155,8 +160,10 @@ class TrainSection(Section):
     clip: float | None = option(1.0, "largest global gradient norm; 0 or none: no clipping", ge=0)
     ema: float | None = option(None, "decay of an averaged copy of the weights", gt=0, lt=1)
     nonfinite_limit: int = option(
-        10, "skipped updates in a row (non-finite loss or gradient) after which training stops",
-        unit="updates", gt=0,
+        10,
+        "skipped updates in a row (non-finite loss or gradient) after which training stops",
+        unit="updates",
+        gt=0,
     )
     seed: int = option(0, "of weights, data order and dropout", ge=0)
     device: str = option("auto", "auto (the accelerator, else cpu), cpu, or a torch device type")
@@ -182,6 +189,9 @@ class OptimGroup(Section):
     weight_decay: float | None = option(None, "decay of this group", ge=0)
 
 
+Decay = Annotated[float, Ge(0), Lt(1)]
+
+
 class OptimSection(Section):
     """The optimizer and its schedule."""
 
@@ -191,9 +201,9 @@ class OptimSection(Section):
     factory: Reference | None = option(
         None, "f(groups, lr=...) -> torch Optimizer, as 'package.module:name'; replaces name"
     )
-    args: dict[str, Any] = option({}, "further keyword arguments for the optimizer")
+    args: Arguments = option({}, "further keyword arguments for the optimizer")
     lr: float = option(3e-4, "peak learning rate", gt=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "adamw: decay of first and second moment")
+    betas: tuple[Decay, Decay] = option((0.9, 0.95), "adamw: decay of first and second moment")
     eps: float = option(1e-8, "adamw: added to the root of the second moment", gt=0)
     momentum: float = option(0.9, "sgd and muon", ge=0, lt=1)
     nesterov: bool = option(False, "sgd: Nesterov's momentum")
@@ -211,8 +221,9 @@ class OptimSection(Section):
 class EvaluateSection(Section):
     """Validation, early stopping and samples."""
 
-    every: int = option(100, "updates between evaluations; 0: only at the end",
-                        unit="updates", ge=0)
+    every: int = option(
+        100, "updates between evaluations; 0: only at the end", unit="updates", ge=0
+    )
     batches: int | None = option(None, "evaluate on this many micro-batches; none: all", gt=0)
     patience: int | None = option(
         None, "stop after this many evaluations without improvement; none: never", gt=0
@@ -225,8 +236,9 @@ class EvaluateSection(Section):
 class CheckpointSection(Section):
     """When the run's state goes to disk."""
 
-    every: int = option(100, "updates between checkpoints; 0: only at the end",
-                        unit="updates", ge=0)
+    every: int = option(
+        100, "updates between checkpoints; 0: only at the end", unit="updates", ge=0
+    )
     keep: int = option(2, "newest checkpoints kept; the best one is kept besides", gt=0)
 
 
