@@ -34,7 +34,13 @@ class Loss:
 
 
 class Task(Protocol):
-    """What a model is asked to do."""
+    """What a model is asked to do.
+
+    Attributes:
+        item: what :meth:`count` counts, in the plural, such as ``"tokens"``; for messages.
+    """
+
+    item: str
 
     def count(self, batch: Batch) -> Tensor:
         """Scalar int64: how many terms :meth:`loss` sums for ``batch``."""

@@ -27,6 +27,8 @@ class Language:
         loss: replaces cross-entropy: ``f(logits, targets)`` is the sum over valid targets.
     """
 
+    item = "tokens"
+
     def __init__(
         self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, loss: UserLoss | None = None
     ) -> None:

@@ -1,0 +1,202 @@
+"""Optimizers and their parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalith.core import imports
+from megalith.core.errors import RecipeError
+from megalith.recipe.schema import OptimSection
+
+Group = dict[str, Any]
+
+
+class Optimizers:
+    """One or more torch optimizers that step together.
+
+    Attributes:
+        parts: the optimizers; every group holds ``base_lr``, its learning rate at factor 1.
+        names: each parameter's name in the model.
+    """
+
+    def __init__(self, parts: Iterable[torch.optim.Optimizer], names: dict[Tensor, str]) -> None:
+        self.parts = list(parts)
+        self.names = names
+        for group in self.groups:
+            group["base_lr"] = float(group["lr"])
+
+    @property
+    def groups(self) -> list[Group]:
+        """The parameter groups of all parts."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def set_factor(self, factor: float) -> None:
+        """Set each group's learning rate to ``factor`` times its own."""
+        for group in self.groups:
+            group["lr"] = group["base_lr"] * factor
+
+    def step(self) -> None:
+        """Update the parameters from their gradients."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients; they take no memory until the next backward."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """State as ``"<parameter>/<key>"``; numbers become float64 scalars."""
+        found: dict[str, Tensor] = {}
+        for part in self.parts:
+            for parameter, state in part.state.items():
+                for key, value in state.items():
+                    if value is None:
+                        continue
+                    if isinstance(value, int | float):
+                        value = torch.tensor(float(value), dtype=torch.float64)
+                    if not isinstance(value, Tensor):
+                        raise RecipeError(
+                            f"optim: state '{key}' of {type(part).__name__} is a "
+                            f"{type(value).__name__}; only tensors and numbers can be saved"
+                        )
+                    found[f"{self.names[parameter]}/{key}"] = value
+        return found
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what :meth:`state_tensors` gave, bit for bit."""
+        by_name = {name: parameter for parameter, name in self.names.items()}
+        owner = {p: part for part in self.parts for g in part.param_groups for p in g["params"]}
+        for path, value in tensors.items():
+            name, _, key = path.rpartition("/")
+            parameter = by_name[name]
+            if value.dtype == torch.float64 and value.ndim == 0 and key != "step":
+                kept: Any = value.item()
+            elif key == "step" and value.dtype == torch.float64:
+                kept = int(value.item())
+            else:
+                # torch keeps counters on the host unless an optimizer is fused or capturable.
+                kept = value.to(parameter.device) if value.ndim else value.clone()
+            owner[parameter].state[parameter][key] = kept
+
+
+def build(section: OptimSection, model: nn.Module) -> Optimizers:
+    """The recipe's optimizer over ``model``'s trainable parameters.
+
+    Norms, biases, embeddings and other vectors are not decayed unless ``decay_all``. AdamW is
+    Loshchilov and Hutter 2019 (torch, fused); Muon is Jordan et al. 2024 (torch's, with AdamW's
+    learning rate by matching the update's size, Liu et al. 2025) on the matrices of the repeated
+    blocks, the rest by AdamW; Adafactor is Shazeer and Stern 2018 (torch's).
+
+    Raises:
+        RecipeError: a group's pattern matches no parameter, or your factory's arguments are off.
+    """
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    if not names:
+        raise RecipeError("model: no parameter requires a gradient, so there is nothing to train")
+    groups = _groups(section, model, names)
+    if section.factory is not None:
+        optimizer = imports.resolve(section.factory, "optim.factory")(
+            groups, lr=section.lr, **section.args
+        )
+        return Optimizers([optimizer], names)
+    try:
+        return Optimizers(_built_in(section, groups, model), names)
+    except TypeError as error:
+        raise RecipeError(f"optim.args: {error}") from error
+
+
+def _built_in(
+    section: OptimSection, groups: list[Group], model: nn.Module
+) -> list[torch.optim.Optimizer]:
+    if section.name == "sgd":
+        return [
+            torch.optim.SGD(
+                groups,
+                lr=section.lr,
+                momentum=section.momentum,
+                nesterov=section.nesterov,
+                fused=True,
+                **section.args,
+            )
+        ]
+    if section.name == "adafactor":
+        return [torch.optim.Adafactor(groups, lr=section.lr, **section.args)]
+    if section.name == "muon":
+        matrices, rest = _split_for_muon(groups, model)
+        muon = torch.optim.Muon(
+            matrices,
+            lr=section.lr,
+            momentum=section.momentum,
+            adjust_lr_fn="match_rms_adamw",
+            **section.args,
+        )
+        return [muon, *([_adamw(section, rest)] if rest else [])]
+    return [_adamw(section, groups, **section.args)]
+
+
+def _adamw(section: OptimSection, groups: list[Group], **args: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        groups,
+        lr=section.lr,
+        betas=section.betas,
+        eps=section.eps,
+        **{"fused": True, **args},
+    )
+
+
+def _groups(section: OptimSection, model: nn.Module, names: dict[Tensor, str]) -> list[Group]:
+    """Parameters by (learning rate, decay), in the model's order."""
+    undecayed = set() if section.decay_all else _undecayed(model)
+    unused = {group.match for group in section.groups}
+    found: dict[tuple[float, float], list[Tensor]] = {}
+    for parameter, name in names.items():
+        lr = section.lr
+        decay = 0.0 if parameter in undecayed else section.weight_decay
+        for group in section.groups:
+            if fnmatchcase(name, group.match):
+                unused.discard(group.match)
+                lr = group.lr if group.lr is not None else lr
+                decay = group.weight_decay if group.weight_decay is not None else decay
+                break
+        found.setdefault((lr, decay), []).append(parameter)
+    if unused:
+        example = next(iter(names.values()))
+        raise RecipeError(
+            f"optim.groups: '{sorted(unused)[0]}' matches no parameter (names look like {example})"
+        )
+    return [
+        {"params": parameters, "lr": lr, "weight_decay": decay}
+        for (lr, decay), parameters in found.items()
+    ]
+
+
+def _undecayed(model: nn.Module) -> set[Tensor]:
+    """Vectors (norms, biases) and every weight that an embedding looks up."""
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {p for p in model.parameters() if p.ndim < 2} | embeddings
+
+
+def _split_for_muon(groups: list[Group], model: nn.Module) -> tuple[list[Group], list[Group]]:
+    """Muon orthogonalises matrices inside the model; embeddings and the head stay with AdamW."""
+    outside = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    if linears:
+        outside.add(linears[-1].weight)  # the head, or a tied copy of the embedding
+
+    def part(matrices: bool) -> list[Group]:
+        chosen = [
+            {**g, "params": [p for p in g["params"] if (p.ndim == 2 and p not in outside) == matrices]}
+            for g in groups
+        ]
+        return [g for g in chosen if g["params"]]
+
+    matrices, rest = part(True), part(False)
+    if not matrices:
+        raise RecipeError("optim.name: muon needs weight matrices, and this model has none")
+    return matrices, rest
