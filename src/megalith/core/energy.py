@@ -41,7 +41,7 @@ class _Counter:
 class EnergyMeter:
     """Joules used since it was made.
 
-    A RAPL counter wraps after minutes to hours: call :meth:`joules` at least every few minutes.
+    A RAPL counter wraps after minutes to hours: call :meth:`read` at least every few minutes.
 
     Args:
         device: its own energy is counted besides the CPU's.
@@ -57,7 +57,7 @@ class EnergyMeter:
         """What is counted, such as ``["package-0", "dram"]``; empty if the machine cannot tell."""
         return [counter.name for counter in self._counters]
 
-    def joules(self) -> float | None:
+    def read(self) -> float | None:
         """Joules so far, or ``None`` if the machine cannot tell."""
         if not self._counters:
             return None

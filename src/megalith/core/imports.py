@@ -35,6 +35,9 @@ def resolve(reference: str, field: str) -> Any:
         raise RecipeError(
             f"{field}: cannot import '{module_name}' (no module '{error.name}' here or installed)"
         ) from error
+    except Exception as error:  # the user's module runs code of its own, which may fail at will
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RecipeError(f"{field}: importing '{module_name}' failed ({why})") from error
     finally:
         sys.path.remove(here)
     for part in name.split("."):
