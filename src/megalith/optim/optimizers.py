@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalith.core import imports
 from megalith.core.errors import RecipeError
+from megalith.layout.units import units
 from megalith.recipe.schema import OptimSection
 
 Group = dict[str, Any]
@@ -183,20 +184,16 @@ def _undecayed(model: nn.Module) -> set[Tensor]:
 
 
 def _split_for_muon(groups: list[Group], model: nn.Module) -> tuple[list[Group], list[Group]]:
-    """Muon orthogonalises matrices inside the model; embeddings and the head stay with AdamW."""
-    outside = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    if linears:
-        outside.add(linears[-1].weight)  # the head, or a tied copy of the embedding
+    """Muon orthogonalises the matrices of the repeated parts; embeddings and head stay outside."""
+    inside = {p for unit in units(model).values() for p in unit.parameters() if p.ndim == 2}
 
     def part(matrices: bool) -> list[Group]:
         chosen = [
-            {**g, "params": [p for p in g["params"] if (p.ndim == 2 and p not in outside) == matrices]}
-            for g in groups
+            {**group, "params": [p for p in group["params"] if (p in inside) == matrices]}
+            for group in groups
         ]
-        return [g for g in chosen if g["params"]]
+        return [group for group in chosen if group["params"]]
 
-    matrices, rest = part(True), part(False)
-    if not matrices:
-        raise RecipeError("optim.name: muon needs weight matrices, and this model has none")
-    return matrices, rest
+    if not (matrices := part(True)):
+        raise RecipeError("optim.name: muon needs repeated parts with weight matrices; none here")
+    return matrices, part(False)
