@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
-from toys import gradients, ragged_batch, split, toy_step
 
 from megalith.core import seeds
 from megalith.layout.precision import LossScale
 from megalith.tasks.language import Language
+from toys import gradients, ragged_batch, split, toy_step
 
 
 def reference_gradients(step, batch):
@@ -66,8 +66,17 @@ def test_a_regularizer_counts_once_per_update():
 
 
 def test_clipping_scales_the_whole_gradient_to_the_limit():
-    step, batch = toy_step(train__clip=0.01, optim__name="sgd", optim__momentum=0.0,
-                           optim__weight_decay=0.0, optim__schedule="constant", optim__lr=1.0), ragged_batch(6)
+    step, batch = (
+        toy_step(
+            train__clip=0.01,
+            optim__name="sgd",
+            optim__momentum=0.0,
+            optim__weight_decay=0.0,
+            optim__schedule="constant",
+            optim__lr=1.0,
+        ),
+        ragged_batch(6),
+    )
     before = {n: p.detach().clone() for n, p in step.model.named_parameters()}
     measured = step.backward([batch])
     raw = gradients(step.model)
@@ -149,9 +158,16 @@ def test_each_weight_is_cast_once_per_update():
 
 
 def test_float16_skips_an_overflow_halves_the_scale_and_clips_unscaled_gradients():
-    step = toy_step(torch.float32, train__precision="fp16", train__clip=1e-3,
-                    optim__name="sgd", optim__momentum=0.0, optim__weight_decay=0.0,
-                    optim__schedule="constant", optim__lr=1.0)
+    step = toy_step(
+        torch.float32,
+        train__precision="fp16",
+        train__clip=1e-3,
+        optim__name="sgd",
+        optim__momentum=0.0,
+        optim__weight_decay=0.0,
+        optim__schedule="constant",
+        optim__lr=1.0,
+    )
     assert step.loss_scale is not None
     step.loss_scale = LossScale(scale=2.0**40)
     before = {n: p.detach().clone() for n, p in step.model.named_parameters()}

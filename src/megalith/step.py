@@ -94,8 +94,9 @@ class Step:
                 (objective * scale).backward()
                 _add(sums, {"loss": loss.total, **loss.sums})
         if scale != 1.0:
-            grads = [p.grad for p in self._parameters if p.grad is not None]
-            torch._foreach_mul_(grads, 1 / scale)
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / scale)
         total = sums.pop("loss")
         return Measured(total / count.clamp(min=1), count, sums, clip.total_norm(self._parameters))
 

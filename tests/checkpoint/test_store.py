@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import ragged_batch, toy_step
 
 from megalith import checkpoint
 from megalith.checkpoint import manifest, store
 from megalith.core.errors import CheckpointError
+from toys import ragged_batch, toy_step
 
 
 def save(folder: Path, step: int, loss: float | None = None) -> Path:
@@ -28,9 +28,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path):
     for seed in range(3):
         step.update(step.backward([ragged_batch(4, seed=seed)]))
     step.skip()
-    path = checkpoint.save(
-        tmp_path, step.done, checkpoint.tensors(step), checkpoint.numbers(step)
-    )
+    path = checkpoint.save(tmp_path, step.done, checkpoint.tensors(step), checkpoint.numbers(step))
     entry = checkpoint.newest_whole(tmp_path)
     assert entry is not None
     assert entry.path == path
@@ -122,7 +120,9 @@ def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path):
         checkpoint.load_model(torch.nn.Linear(2, 2), path)
     tensors = {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}
     path = checkpoint.save(tmp_path, 2, {"model": tensors}, {})
-    with pytest.raises(CheckpointError, match=r"'weight' has shape \[3, 2\], the model's is \[2, 2\]"):
+    with pytest.raises(
+        CheckpointError, match=r"'weight' has shape \[3, 2\], the model's is \[2, 2\]"
+    ):
         checkpoint.load_model(torch.nn.Linear(2, 2), path)
 
 

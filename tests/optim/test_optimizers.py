@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import Toy, ragged_batch, toy_step
 
 from megalith import optim
 from megalith.core.errors import RecipeError
 from megalith.recipe import parse
+from toys import Toy, ragged_batch, toy_step
 
 
 def groups_of(model, **fields):
@@ -47,8 +47,11 @@ def test_groups_by_name_set_learning_rate_and_decay_and_the_first_match_counts()
 
 def test_group_learning_rates_follow_the_schedule_each_by_its_own():
     step = toy_step(
-        optim__lr=1.0, optim__groups=[{"match": "blocks.*", "lr": 0.1}], optim__schedule="linear",
-        optim__final=0.0, train__steps=5,
+        optim__lr=1.0,
+        optim__groups=[{"match": "blocks.*", "lr": 0.1}],
+        optim__schedule="linear",
+        optim__final=0.0,
+        train__steps=5,
     )
     for update in range(5):
         step.update(step.backward([ragged_batch(2)]))
@@ -79,8 +82,13 @@ def test_every_optimizer_learns_and_goes_on_exactly_from_saved_state(name: str):
 
 
 def test_adamw_is_the_formula():
-    step = toy_step(optim__lr=0.01, optim__betas=(0.9, 0.99), optim__weight_decay=0.1,
-                    optim__schedule="constant", train__clip=0.0)
+    step = toy_step(
+        optim__lr=0.01,
+        optim__betas=(0.9, 0.99),
+        optim__weight_decay=0.1,
+        optim__schedule="constant",
+        train__clip=0.0,
+    )
     weight = step.model.blocks[0].up.weight
     value = weight.detach().clone()
     m = v = torch.zeros_like(value)

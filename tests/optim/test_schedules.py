@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,9 @@ from megalith.recipe import parse
 
 
 def factors(steps: int, **fields):
-    schedule = optim.build_schedule(parse({"optim": fields, "train": {"steps": steps}}).optim, steps)
+    schedule = optim.build_schedule(
+        parse({"optim": fields, "train": {"steps": steps}}).optim, steps
+    )
     return [schedule(update) for update in range(steps)]
 
 
@@ -25,7 +28,7 @@ def test_falls_from_one_to_final(name: str):
     found = factors(101, schedule=name, warmup=10, final=0.1)
     assert found[10] == 1
     assert found[-1] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(found[10:], found[11:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(found[10:]))
 
 
 def test_shapes():

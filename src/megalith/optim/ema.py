@@ -28,9 +28,8 @@ class Ema:
     def update(self, updates: int) -> None:
         """Move the average towards the weights, after ``updates`` updates in all."""
         decay = min(self.decay, (1 + updates) / (10 + updates))
-        torch._foreach_lerp_(
-            list(self.average.values()), list(self._weights.values()), weight=1 - decay
-        )
+        for name, weight in self._weights.items():
+            self.average[name].lerp_(weight, 1 - decay)
 
     @torch.no_grad()
     def load(self, average: dict[str, Tensor]) -> None:

@@ -97,7 +97,7 @@ def build(section: OptimSection, model: nn.Module) -> Optimizers:
     Raises:
         RecipeError: a group's pattern matches no parameter, or your factory's arguments are off.
     """
-    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     if not names:
         raise RecipeError("model: no parameter requires a gradient, so there is nothing to train")
     groups = _groups(section, model, names)

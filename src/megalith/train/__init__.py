@@ -1,0 +1,1 @@
+"""The driver that trains: the loop, what it measures, and what it leaves behind."""

@@ -17,8 +17,8 @@ from megalith.core import devices
 from megalith.core.energy import EnergyMeter
 from megalith.core.errors import TrainingError
 from megalith.core.runs import RunFolder
+from megalith.data.corpus import Progress as DataProgress
 from megalith.data.loader import Loader, validation_batches
-from megalith.data.prepare import ProgressCallback
 from megalith.layout.compile import graphs_compiled
 from megalith.optim.clip import nonfinite
 from megalith.recipe import Recipe
@@ -28,7 +28,6 @@ from megalith.train.evaluate import evaluate
 from megalith.train.metrics import MetricsWriter
 from megalith.train.progress import Progress
 from megalith.train.report import write_report
-from megalith.train.sample import write_sample
 from megalith.train.setup import Session, check_recipe, claimed, open_session, saved_state
 from megalith.train.signals import StopRequest, stop_requests
 
@@ -82,7 +81,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: DataProgress | None = None,
 ) -> Run:
     """Train as ``recipe`` says, and return the run when it has ended.
 
@@ -125,11 +124,11 @@ class _Loop:
                 self.folder, resume_from=resume_from, tensorboard=self.recipe.run.tensorboard
             ) as self.metrics,
             Progress(section.steps, start) as self.progress,
+            self._loader() as batches,
         ):
             for note in session.notes:
                 self._event("resume", note)
             devices.reset_peak_memory(session.device)
-            batches = self._batches()
             while self.step.done < section.steps:
                 self._update(batches)
                 last = self.step.done == section.steps
@@ -153,16 +152,15 @@ class _Loop:
             signal=int(self.stop.received) if self.stop.received else None,
         )
 
-    def _batches(self) -> Iterator[Batch]:
+    def _loader(self) -> Loader:
         section = self.recipe.train
-        return iter(
-            Loader(
-                self.session.splits.train,
-                seed=section.seed,
-                batch=section.micro_batch,
-                start=self.step.done * section.global_batch,
-                workers=self.recipe.data.workers,
-            )
+        return Loader(
+            self.session.splits.train,
+            seed=section.seed,
+            batch=section.micro_batch,
+            start=self.step.done * section.global_batch,
+            workers=self.recipe.data.workers,
+            pin=devices.is_accelerator(self.session.device),
         )
 
     def _update(self, batches: Iterator[Batch]) -> None:
@@ -255,6 +253,8 @@ class _Loop:
             shown = {f"validation_{k}" if k == "loss" else k: v for k, v in self.validation.items()}
             self.progress.update(self.step.done, shown)
             if section.prompt is not None:
+                from megalith.train.sample import write_sample
+
                 write_sample(self.session, section.prompt)
             write_report(self.folder)
         return best

@@ -18,12 +18,13 @@ from megalith.core import devices, environment
 from megalith.core.errors import CheckpointError, TrainingError
 from megalith.core.runs import RunFolder, write_whole
 from megalith.data import Splits
+from megalith.data.corpus import Progress
 from megalith.data.loader import validation_batches
-from megalith.data.prepare import ProgressCallback, check_sources, prepare
+from megalith.data.prepare import check_sources, prepare
 from megalith.layout.precision import DTYPES
 from megalith.recipe import Recipe
 from megalith.recipe.check import check
-from megalith.recipe.explain import dump
+from megalith.recipe.dump import dump
 from megalith.train.evaluate import Improvement
 from megalith.train.flops import model_flops
 from megalith.train.resume import changes
@@ -88,7 +89,7 @@ def claimed(folder: RunFolder, *, resume: bool, overwrite: bool) -> Iterator[Non
         yield
 
 
-def open_session(recipe: Recipe, *, resume: bool, progress: ProgressCallback | None) -> Session:
+def open_session(recipe: Recipe, *, resume: bool, progress: Progress | None) -> Session:
     """Prepare data, build the step, and restore the newest whole checkpoint if ``resume``."""
     device = check_recipe(recipe)
     folder = RunFolder(Path(recipe.run.dir))
