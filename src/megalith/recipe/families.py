@@ -27,6 +27,7 @@ class RopeScaling(Section):
     high_freq_factor: float = option(4.0, "llama3: wavelengths below original/this stay", gt=0)
     beta_fast: float = option(32.0, "yarn: rotations above which an angle stays", gt=0)
     beta_slow: float = option(1.0, "yarn: rotations below which an angle is scaled", gt=0)
+    truncate: bool = option(True, "yarn: round the two bounds to whole pairs of features")
     attention_factor: float | None = option(
         None, "yarn: factor on cosine and sine; left out: 0.1 ln(factor) + 1"
     )

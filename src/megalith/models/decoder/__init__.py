@@ -1,0 +1,14 @@
+"""The causal decoder family: GPT-2/3, Llama 2/3, Mistral, Qwen2/2.5/3."""
+
+from __future__ import annotations
+
+from megalith.models.decoder.cache import KeyValueCache
+from megalith.models.decoder.model import Decoder
+from megalith.recipe.families import DecoderConfig
+
+__all__ = ["Decoder", "KeyValueCache", "build"]
+
+
+def build(config: DecoderConfig) -> Decoder:
+    """The module with its shapes; its weights are torch's default until filled."""
+    return Decoder(config)
