@@ -17,6 +17,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith.core.errors import MegalithError, nearest
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -61,3 +63,17 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def existing_run(path: Path) -> RunFolder:
+    """The run in ``path``.
+
+    Raises:
+        MegalithError: no run has started there; the nearest folder that holds one is named.
+    """
+    folder = RunFolder(path)
+    if folder.holds_a_run():
+        return folder
+    beside = [p for p in path.absolute().parent.glob("*") if RunFolder(p).holds_a_run()]
+    hint = nearest(path.name, [one.name for one in beside])
+    raise MegalithError(f"{path}: holds no run{hint}")
