@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Dataset
+if TYPE_CHECKING:  # torch takes seconds to import, and half of this package does without it
+    from torch.utils.data import Dataset
 
 
 @dataclass(frozen=True)

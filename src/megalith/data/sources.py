@@ -217,7 +217,8 @@ def record_text(line: bytes, field: str, place: str) -> str | None:
     Raises:
         DataError: starting with ``place`` (file and line), where the line has no such text.
     """
-    if not line.strip():
+    line = line.rstrip()
+    if not line:
         return None
     try:
         record: Any = json.loads(line)
@@ -237,7 +238,6 @@ def record_text(line: bytes, field: str, place: str) -> str | None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise DataError(
-                f"{place}: field '{field}' is not valid Unicode ({error.reason})"
-            ) from (error)
+            reason = f"is not valid Unicode ({error.reason})"
+            raise DataError(f"{place}: field '{field}' {reason}") from error
     return text
