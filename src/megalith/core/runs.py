@@ -4,6 +4,7 @@
 runs/x/
   recipe.toml         the resolved recipe: every field, as it ran
   environment.json    versions, device, machine
+  tokenizer.json      the data's tokenizer, where it has one: a run folder can be moved
   metrics.jsonl       one JSON object a line; "kind" is train, validation or event
   samples.jsonl       texts that the model wrote at evaluations: {"step", "prompt", "text"}
   checkpoints/        step-00000100/ ..., each with a manifest of checksums
@@ -33,6 +34,10 @@ class RunFolder:
     @property
     def environment(self) -> Path:
         return self.path / "environment.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
 
     @property
     def metrics(self) -> Path:

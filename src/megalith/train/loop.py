@@ -28,6 +28,7 @@ from megalith.train.evaluate import evaluate
 from megalith.train.metrics import MetricsWriter
 from megalith.train.progress import Progress
 from megalith.train.report import write_report
+from megalith.train.sample import trim_samples, write_sample
 from megalith.train.setup import Session, check_recipe, claimed, open_session, saved_state
 from megalith.train.signals import StopRequest, stop_requests
 
@@ -119,6 +120,7 @@ class _Loop:
         start = self.step.done
         resume_from = start if session.resumed else None
         status: Status = "done"
+        trim_samples(self.folder, start)
         with (
             MetricsWriter(
                 self.folder, resume_from=resume_from, tensorboard=self.recipe.run.tensorboard
@@ -253,8 +255,6 @@ class _Loop:
             shown = {f"validation_{k}" if k == "loss" else k: v for k, v in self.validation.items()}
             self.progress.update(self.step.done, shown)
             if section.prompt is not None:
-                from megalith.train.sample import write_sample
-
                 write_sample(self.session, section.prompt)
             write_report(self.folder)
         return best

@@ -28,6 +28,7 @@ from megalith.recipe.dump import dump
 from megalith.train.evaluate import Improvement
 from megalith.train.flops import model_flops
 from megalith.train.resume import changes
+from megalith.train.sample import check_sampling
 
 
 @dataclass
@@ -99,6 +100,7 @@ def open_session(recipe: Recipe, *, resume: bool, progress: Progress | None) -> 
     entry = checkpoint.newest_whole(folder.checkpoints) if resume else None
     notes = _check_same_run(entry, recipe, splits) if entry else []
     built = step.build(recipe, splits.facts, device)
+    check_sampling(recipe, built.model, splits.tokenizer)
     section = recipe.evaluate
     improvement = Improvement(section.patience, section.min_delta)
     if entry is not None:
@@ -162,11 +164,20 @@ def _write_description(session: Session) -> None:
     }
     write_whole(session.folder.recipe, dump(session.recipe))
     write_whole(session.folder.environment, json.dumps(facts, indent=1, default=str) + "\n")
+    if hasattr(session.splits.tokenizer, "to_json"):  # a factory's may be of any kind
+        write_whole(session.folder.tokenizer, session.splits.tokenizer.to_json())
 
 
 def _clear(folder: RunFolder) -> None:
     """Remove what a run wrote, and nothing else that may lie in the folder."""
-    for path in (folder.recipe, folder.environment, folder.metrics, folder.samples, folder.report):
+    for path in (
+        folder.recipe,
+        folder.environment,
+        folder.tokenizer,
+        folder.metrics,
+        folder.samples,
+        folder.report,
+    ):
         path.unlink(missing_ok=True)
     for path in (folder.checkpoints, folder.path / "tensorboard"):
         if path.exists():
