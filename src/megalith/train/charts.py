@@ -179,10 +179,10 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About ``count`` round numbers (1, 2, 2.5 or 5 times a power of ten) in ``[low, high]``."""
-    rough = (high - low) / max(count, 1)
+    """At most about ``count`` round numbers (1, 2 or 5 times a power of ten) in ``[low, high]``."""
+    rough = (high - low) / (count + 0.5)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
 
