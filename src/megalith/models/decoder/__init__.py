@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from megalith.models.decoder.cache import KeyValueCache
+from megalith.models.decoder.convert import load_weights, save_pretrained
+from megalith.models.decoder.convert_config import read_config
 from megalith.models.decoder.model import Decoder
 from megalith.recipe.families import DecoderConfig
 
-__all__ = ["Decoder", "KeyValueCache", "build"]
+__all__ = ["Decoder", "KeyValueCache", "build", "load_weights", "read_config", "save_pretrained"]
 
 
 def build(config: DecoderConfig) -> Decoder:
