@@ -81,7 +81,13 @@ def cross_entropy(
 
 
 def _autocast(tensor: Tensor) -> bool:
-    return tensor.dtype != torch.float64 and torch.is_autocast_enabled(tensor.device.type)
+    kind = tensor.device.type
+    # There is none on the meta device, where models are traced; asking for it would fail.
+    return (
+        tensor.dtype != torch.float64
+        and torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+    )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -135,9 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _loss(
-    logits: Tensor, target: Tensor, smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
+def _loss(logits: Tensor, target: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
     """The summed loss of a chunk and each row's log-normaliser."""
     valid = target != IGNORE
     normaliser = logits.logsumexp(-1)
