@@ -56,18 +56,33 @@ def load_for_generation(
     )
 
 
+def load_run(
+    run: RunFolder, step: int | None = None, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, Recipe]:
+    """The module of a run, of any kind, in evaluation mode, float32, with its recipe.
+
+    Args:
+        step: see :func:`load_for_generation`.
+
+    Raises:
+        MegalithError: the run has no such whole checkpoint.
+    """
+    recipe = load(run.recipe)
+    entry = _chosen(run, step)
+    model = _shell(recipe, torch.device(device))
+    averaged = (entry.path / "ema.safetensors").exists()
+    checkpoint.load_model(model, entry.path, "ema" if averaged else "model")
+    return model.eval(), recipe
+
+
 def _from_run(
     run: RunFolder, step: int | None, device: torch.device
 ) -> tuple[Decoder, Tokenizer, Recipe]:
-    recipe = load(run.recipe)
-    entry = _chosen(run, step)
+    model, recipe = load_run(run, step, device)
     if not run.tokenizer.is_file():
         raise CheckpointError(f"{run.path}: holds no {run.tokenizer.name}; its data was not text")
     tokenizer = tokenizers.load(run.tokenizer)
-    model = _decoder(_shell(recipe, device), run.path, tokenizer)
-    averaged = (entry.path / "ema.safetensors").exists()
-    checkpoint.load_model(model, entry.path, "ema" if averaged else "model")
-    return model.eval(), tokenizer, recipe
+    return _decoder(model, run.path, tokenizer), tokenizer, recipe
 
 
 def _chosen(run: RunFolder, step: int | None) -> checkpoint.Entry:

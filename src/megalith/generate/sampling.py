@@ -98,10 +98,18 @@ def next_token(
     logits = logits.detach().to("cpu", torch.promote_types(logits.dtype, torch.float32))
     if not math.isfinite(logits.max()):  # the maximum of anything with NaN is NaN
         raise MegalithError("generate: the model's logits are not finite; its weights are damaged")
+    logits = filtered(logits, seen, sampling)
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def filtered(logits: Tensor, seen: Sequence[int], sampling: Sampling) -> Tensor:
+    """Logits ``[..., vocab]`` after all filters that ``sampling`` asks for, in their order."""
     if sampling.repetition_penalty != 1 and seen:
         logits = penalize_repetition(logits, torch.tensor(seen), sampling.repetition_penalty)
     if sampling.temperature == 0:
-        return int(logits.argmax())
+        return logits
     logits = heat(logits, sampling.temperature)
     if sampling.top_k is not None:
         logits = keep_top_k(logits, sampling.top_k)
@@ -109,7 +117,7 @@ def next_token(
         logits = keep_top_p(logits, sampling.top_p)
     if sampling.min_p > 0:
         logits = keep_min_p(logits, sampling.min_p)
-    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+    return logits
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
