@@ -63,7 +63,21 @@ def schema() -> dict[str, Any]:
         # Without this a section that leaves its family out fits several kinds at once.
         if family is not None and family.default not in ("decoder", "factory"):
             named["required"] = [*named.get("required", []), "family"]
+    for section in made["$defs"].values():
+        for field in section.get("properties", {}).values():
+            _without_null(field)
     return made
+
+
+def _without_null(field: dict[str, Any]) -> None:
+    """TOML has no null: a field that may be none takes the text ``"none"``, unless it is text."""
+    kinds = [kind for kind in field.get("anyOf", []) if kind.get("type") != "null"]
+    if len(kinds) < len(field.get("anyOf", [])):
+        if all(kind.get("type") != "string" for kind in kinds):
+            kinds.append({"const": "none"})
+        field["anyOf"] = kinds
+    if field.get("default", ...) is None:
+        del field["default"]
 
 
 def markdown() -> str:
