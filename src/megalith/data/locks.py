@@ -33,4 +33,6 @@ def exclusive(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        if fcntl is not None:  # closing is not enough where a child was forked meanwhile
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
