@@ -31,11 +31,12 @@ def resolve(reference: str, field: str) -> Any:
     sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise RecipeError(
-            f"{field}: cannot import '{module_name}' (no module '{error.name}' here or installed)"
-        ) from error
     except Exception as error:  # the user's module runs code of its own, which may fail at will
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            raise RecipeError(
+                f"{field}: cannot import '{module_name}' "
+                f"(no module '{error.name}' here or installed)"
+            ) from error
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise RecipeError(f"{field}: importing '{module_name}' failed ({why})") from error
     finally:
