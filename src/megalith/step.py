@@ -125,7 +125,7 @@ class Step:
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         """Sums over one batch in evaluation mode: ``loss``, ``count`` and the task's own."""
         self.model.eval()
-        with self.precision.forward():
+        with self.precision.update(), self.precision.forward():
             loss = self.task.loss(self.model, batch)
         return {"loss": loss.total, "count": self.task.count(batch), **loss.sums}
 

@@ -86,6 +86,22 @@ def supports(device: torch.device, precision: str) -> bool:
         return False
 
 
+def multiplies_natively(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matmuls in ``dtype`` have kernels of their own on ``device``.
+
+    Without them torch falls back on plain loops: on a CPU without bfloat16 instructions a matmul
+    in bfloat16 was measured 35 times slower than in float32.
+    """
+    if is_accelerator(device) or dtype not in (torch.bfloat16, torch.float16):
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    operators = torch.ops.mkldnn
+    if dtype == torch.bfloat16:
+        return operators._is_mkldnn_bf16_supported()
+    return operators._is_mkldnn_fp16_supported()
+
+
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.7) -> float:
     """The best rate of square matrix products measured here, in FLOP/s.
 

@@ -116,10 +116,26 @@ class _Loop:
         self.energy = EnergyMeter(session.device)
 
     def run(self) -> Run:
+        """Train to the end; the report is written however it ends."""
+        try:
+            status = self._train()
+        finally:
+            report = write_report(self.folder)
+        return Run(
+            folder=self.folder.path,
+            status=status,
+            step=self.step.done,
+            validation=self.validation,
+            report=report,
+            model=self.step.model,
+            tokenizer=self.session.splits.tokenizer,
+            signal=int(self.stop.received) if self.stop.received else None,
+        )
+
+    def _train(self) -> Status:
         session, section = self.session, self.recipe.train
         start = self.step.done
         resume_from = start if session.resumed else None
-        status: Status = "done"
         trim_samples(self.folder, start)
         with (
             MetricsWriter(
@@ -129,30 +145,18 @@ class _Loop:
             self._loader() as batches,
         ):
             for note in session.notes:
-                self._event("resume", note)
+                self._event("resume" if session.resumed else "start", note)
             devices.reset_peak_memory(session.device)
-            while self.step.done < section.steps:
+            ending: Status | None = None if self.step.done < section.steps else "done"
+            while ending is None:
                 self._update(batches)
                 last = self.step.done == section.steps
                 improved = self._evaluate() if self._due(self.recipe.evaluate.every, last) else None
                 ending = self._ending(last)
                 if improved or ending or self._due(self.recipe.checkpoint.every, last):
                     self._save(self.validation["loss"] if improved is not None else None)
-                if ending:
-                    status = ending
-                    break
-            self._finish(status)
-        report = write_report(self.folder)
-        return Run(
-            folder=self.folder.path,
-            status=status,
-            step=self.step.done,
-            validation=self.validation,
-            report=report,
-            model=self.step.model,
-            tokenizer=session.splits.tokenizer,
-            signal=int(self.stop.received) if self.stop.received else None,
-        )
+            self._finish(ending)
+        return ending
 
     def _loader(self) -> Loader:
         section = self.recipe.train
@@ -271,6 +275,9 @@ class _Loop:
 
     def _save(self, validation_loss: float | None) -> None:
         if self.saved_at == self.step.done:
+            return
+        if not all(p.isfinite().all() for p in self.step.model.parameters()):
+            self._event("nonfinite", "weights are not finite: no checkpoint, the last one stays")
             return
         with self.window.timed("save"):
             path = checkpoint.save(

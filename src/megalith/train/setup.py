@@ -21,7 +21,6 @@ from megalith.data import Splits
 from megalith.data.corpus import Progress
 from megalith.data.loader import validation_batches
 from megalith.data.prepare import check_sources, prepare
-from megalith.layout.precision import DTYPES
 from megalith.recipe import Recipe
 from megalith.recipe.check import check
 from megalith.recipe.dump import dump
@@ -110,6 +109,11 @@ def open_session(recipe: Recipe, *, resume: bool, progress: Progress | None) -> 
         notes.insert(0, f"resumed from {entry.path} at update {entry.step}")
     elif resume:
         notes.append("no whole checkpoint yet: starting from the beginning")
+    if built.precision.widened:
+        notes.append(
+            f"this device has no {recipe.train.precision} matmul: computing in float32 on "
+            "rounded values"
+        )
     batch = next(iter(validation_batches(splits.validation, recipe.train.micro_batch)))
     flops = model_flops(config, recipe.task, batch)
     per_update = flops and flops * recipe.train.global_batch // len(batch["sample"])
@@ -123,7 +127,7 @@ def open_session(recipe: Recipe, *, resume: bool, progress: Progress | None) -> 
         resumed=entry,
         notes=notes,
         flops=per_update,
-        peak=devices.matmul_peak(device, DTYPES[recipe.train.precision]),
+        peak=devices.matmul_peak(device, built.precision.computing_dtype),
     )
     _write_description(session)
     return session
