@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import helpers_torchvision
 import pytest
 import torch
 from transformers import GenerationConfig, GPT2Config
 from transformers.generation import logits_process as theirs
 
+import helpers_torchvision
 from megalith.core.errors import MegalithError
 from megalith.generate import Sampling, next_token
 from megalith.generate.sampling import (
@@ -100,7 +100,8 @@ def test_all_filters_together_work_in_the_order_of_transformers() -> None:
     config = GPT2Config(vocab_size=VOCAB, n_embd=4, n_layer=1, n_head=1, n_positions=8)
     ids: Any = torch.tensor(seen).expand(64, -1)
     logits: Any = some_logits()
-    expected = GPT2LMHeadModel(config)._get_logits_processor(
+    model: Any = GPT2LMHeadModel(config)
+    expected = model._get_logits_processor(
         GenerationConfig(do_sample=True, **settings), input_ids_seq_length=len(seen), device="cpu"
     )(ids, logits)
     ours = filtered(some_logits(), seen, Sampling(**settings))
