@@ -82,7 +82,9 @@ def test_names_of_the_users_own_that_resolve_pass() -> None:
 
 
 def test_a_device_that_is_not_here_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"^train\.device: 'tpux' is no device type, which offers"):
+    with pytest.raises(
+        RecipeError, match=r"^train\.device: 'tpux' is no device type, which offers"
+    ):
         check(load(None, "train.device=tpux"))
 
 
