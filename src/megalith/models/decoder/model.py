@@ -66,7 +66,9 @@ class Attention(nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if cache is not None:
             key, value = cache.extend(key, value)
-        causal = mask is None and query.shape[2] > 1
+        causal = False
+        if mask is None and query.shape[2] > 1:
+            causal = True  # by a branch: compiled with an open length, the comparison is symbolic
         dropout = self.dropout if self.training else 0.0
         mixed = self.core(query, key, value, mask=mask, causal=causal, dropout=dropout)
         return self.output(mixed.transpose(1, 2).flatten(2))
