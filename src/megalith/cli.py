@@ -342,20 +342,19 @@ def doctor(
     """Try what works on this machine, and say how to get what does not."""
     from dataclasses import asdict
 
-    from rich.console import Console
-    from rich.table import Table
-
     from megalith.core.doctor import examine
 
-    rows = list(examine())
+    rows = []
+    for row in examine():  # one by one, for some take a second
+        rows.append(row)
+        if not as_json:
+            color = "green" if row.works else "red" if row.needed else "yellow"
+            mark = typer.style("yes" if row.works else "no ", fg=color)
+            typer.echo(f"{mark}  {row.what:<15}  {row.detail}")
+            if row.remedy:
+                typer.echo(f"{'':<22}{row.remedy}")
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
-    else:
-        table = Table("", "what", "here", "how to get it", box=None, pad_edge=False)
-        for row in rows:
-            mark = "[green]yes[/]" if row.works else "[red]no[/]" if row.needed else "[yellow]no[/]"
-            table.add_row(mark, row.what, row.detail, row.remedy)
-        Console().print(table)
     if any(row.needed and not row.works for row in rows):
         raise typer.Exit(1)
 
