@@ -30,7 +30,9 @@ def test_number(value: float, text: str) -> None:
 
 
 def test_fixed_numbers_keep_their_zeros() -> None:
-    assert [units.number(v, fixed=True) for v in (3.2, 10, 0.5)] == ["3.200", "10.00", "0.5000"]
+    values = (3.2, 10, 0.5, 6e-4)
+    texts = [units.number(v, 3, fixed=True) for v in values]
+    assert texts == ["3.20", "10.0", "0.500", "6.00e-4"]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_pipe_gets_one_plain_line_for_each_call() -> None:
         progress.update(400, {"loss": 2.0, "skipped": 3, "samples": [1]})
     first, second, note, last = stream.getvalue().splitlines()
     assert first.startswith(
-        "step  10/400  loss 3.200  1.23k tokens/s  MFU 46.2 %  lr 6e-4  3.4 GiB  ETA "
+        "step  10/400  loss 3.200  1.23k tokens/s  MFU 46.2 %  lr 6.00e-4  3.4 GiB  ETA "
     )
     assert second.startswith("step  20/400  val 3.000  bits/byte 1.25  ETA ")
     assert note == "checkpoint [20] saved"
@@ -46,6 +46,12 @@ def test_what_is_not_finite_is_shown_as_such() -> None:
     stream = io.StringIO()
     Progress(10, stream=stream).update(10, {"loss": float("nan"), "grad_norm": float("inf")})
     assert stream.getvalue() == "step 10/10  loss nan  norm inf\n"
+
+
+def test_rates_of_any_item_are_shown() -> None:
+    stream = io.StringIO()
+    Progress(10, stream=stream).update(10, {"images_per_s": 512.0, "loss": 1.0})
+    assert stream.getvalue() == "step 10/10  loss 1.000  512 images/s\n"
 
 
 def test_time_left_counts_from_the_step_of_the_resume(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,10 +123,10 @@ def test_every_curve_is_there(page: Page) -> None:
 def test_the_time_split_adds_up(page: Page) -> None:
     for row in (
         "Forward, backward, update 83.3 % 3m40s 550 ms",
-        "Waiting for data 3.03 % 8.0 s 20 ms",
-        "Evaluating 7.58 % 20 s 50 ms",
-        "Saving checkpoints 4.55 % 12 s 30 ms",
-        "Everything else 1.52 % 4.0 s 10 ms",
+        "Waiting for data 3.0 % 8.0 s 20 ms",
+        "Evaluating 7.6 % 20 s 50 ms",
+        "Saving checkpoints 4.5 % 12 s 30 ms",
+        "Everything else 1.5 % 4.0 s 10 ms",
     ):
         assert row in page.text
     shares = [a["style"] for t, a in page.elements if t == "i" and "style" in a]
@@ -149,7 +149,6 @@ def test_labels_inside_the_script_are_escaped_too(tmp_path: Path) -> None:
     with MetricsWriter(folder) as metrics:
         metrics.write("train", 1, loss=1.0, **{"</script>_per_s": 3})
         metrics.write("validation", 1, loss=1.0, **{"</script><b>": 0.5})
-    folder.environment.write_text(json.dumps({"item": "</script>"}))
     page = Page(write_report(folder))
     assert "</script><b>" in page.charts
     data = json.loads(page.scripts[0])
@@ -244,12 +243,12 @@ def test_a_run_of_classification(tmp_path: Path) -> None:
     folder.recipe.write_text(tomli_w.dumps(recipe))
     with MetricsWriter(folder) as metrics:
         for step in range(10, 101, 10):
-            metrics.write("train", step, loss=1 / step, samples_per_s=512.0, seconds=1.0)
+            metrics.write("train", step, loss=1 / step, images_per_s=512.0, seconds=1.0)
             metrics.write("validation", step, loss=1 / step, accuracy=1 - 1 / step)
     page = Page(write_report(folder))
     assert page.charts == ["Loss", "Accuracy", "Throughput"]
     assert "Accuracy 99 % at the best step" in page.text
-    assert "Throughput 512 median samples/s" in page.text
+    assert "Throughput 512 median images/s" in page.text
     assert "Seen 6.4k samples in 100 updates" in page.text
     assert "megalith generate" not in page.text
 

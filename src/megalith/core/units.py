@@ -17,7 +17,8 @@ def number(value: float, digits: int = 4, *, fixed: bool = False) -> str:
         return str(value)
     if value and abs(value) < 1e-3:
         mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        if "." in mantissa and not fixed:
+            mantissa = mantissa.rstrip("0").rstrip(".")
         return f"{mantissa}e{int(exponent)}"
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}"

@@ -255,17 +255,20 @@ def _named(values: list[float], scale: str, form: Form) -> Iterator[Tick]:
     if form in ("percent", "size"):
         yield from ((v, show(v, form)) for v in values)
         return
-    if max(map(abs, values), default=0) >= 1e4:
+    top = max(map(abs, values), default=0)
+    if top >= 1e4:
         yield from ((v, units.quantity(v)) for v in values)
         return
     gap = min((b - a for a, b in itertools.pairwise(values)), default=1.0)
+    power = math.floor(math.log10(top * (1 + 1e-9))) if top else 0
+    unit, suffix = (10.0**power, f"e{power}") if power < -2 else (1.0, "")
+    # As many decimals as the step between ticks needs, the same for all.
+    digits = next((d for d in range(9) if math.isclose(round(gap / unit, d), gap / unit)), 9)
     for value in values:
-        if scale == "log" or gap < 1e-3:
+        if scale == "log":
             yield value, units.number(value, 3)
         else:
-            # As many decimals as the step between ticks needs, the same for all.
-            digits = next((d for d in range(4) if math.isclose(round(gap, d), gap)), 4)
-            yield value, f"{value:.{digits}f}"
+            yield value, f"{value / unit:.{digits}f}{suffix}" if value else "0"
 
 
 def _path(x: np.ndarray, y: np.ndarray) -> str:

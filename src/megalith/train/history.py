@@ -7,6 +7,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,7 +22,7 @@ Values = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Run:
+class History:
     """What a run folder holds, read with patience: every part may be missing or unfinished."""
 
     folder: RunFolder
@@ -33,7 +34,7 @@ class Run:
     events: list[Entry] = field(default_factory=list)
     samples: list[Entry] = field(default_factory=list)
 
-    @property
+    @cached_property
     def step(self) -> int:
         """Updates done, as far as the metrics tell."""
         return max((e["step"] for e in [*self.train, *self.validation, *self.events]), default=0)
@@ -44,13 +45,11 @@ class Run:
         known = [e for e in self.validation if is_number(e.get("loss"))]
         return min(known, key=lambda e: e["loss"], default=None)
 
-    @property
+    @cached_property
     def item(self) -> str:
-        """What throughput counts: tokens or samples."""
-        for name in ("tokens", "samples"):
-            if any(f"{name}_per_s" in e for e in self.train):
-                return name
-        return str(self.environment.get("item", "items"))
+        """What throughput counts, such as tokens or images."""
+        rates = (name for e in self.train for name in e if name.endswith("_per_s"))
+        return next(rates, "items_per_s").removesuffix("_per_s")
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A field of the recipe, such as ``train.steps``."""
@@ -61,10 +60,10 @@ class Run:
 
     def total(self, name: str) -> float:
         """The sum of a train line's field over the run."""
-        return sum(e[name] for e in self.train if is_number(e.get(name)))
+        return float(np.nansum(column(self.train, name)[1]))
 
 
-def read_run(folder: RunFolder | Path) -> Run:
+def read_history(folder: RunFolder | Path) -> History:
     """Read what there is of a run."""
     run = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
     recipe_text = _text(run.recipe)
@@ -77,7 +76,7 @@ def read_run(folder: RunFolder | Path) -> Run:
     except ValueError:
         environment = {}
     entries = sorted(read_metrics(run), key=lambda e: e["step"])
-    return Run(
+    return History(
         folder=run,
         recipe_text=recipe_text,
         recipe=recipe,
@@ -97,8 +96,13 @@ def is_number(value: Any) -> TypeGuard[float]:
 def column(entries: Sequence[Entry], name: str) -> Values:
     """Steps (int64) and values (float64, NaN for null) of the entries that have a field."""
     having = [e for e in entries if name in e]
-    values = [float(e[name]) if is_number(e[name]) else math.nan for e in having]
-    return np.array([e["step"] for e in having], dtype=np.int64), np.array(values, dtype=float)
+    steps = np.array([e["step"] for e in having], dtype=np.int64)
+    try:
+        values = np.array([e[name] for e in having], dtype=float)  # null becomes NaN
+    except (TypeError, ValueError):  # other things than numbers stand there
+        numbers = [e[name] if is_number(e[name]) else math.nan for e in having]
+        values = np.array(numbers, dtype=float)
+    return steps, np.where(np.isfinite(values), values, math.nan)
 
 
 def _text(path: Path) -> str:

@@ -5,7 +5,7 @@ Every line has ``kind`` (``train``, ``validation`` or ``event``), ``step`` (upda
 ``nonfinite``, since JSON knows no NaN.
 
 Train lines, each over the window since the line before:
-``loss``, ``lr``, ``grad_norm``; ``tokens_per_s`` or ``samples_per_s``; ``mfu`` (0 to 1);
+``loss``, ``lr``, ``grad_norm``; ``tokens_per_s`` (or ``images_per_s`` ...); ``mfu`` (0 to 1);
 ``peak_memory`` (bytes); ``skipped`` (updates skipped so far); ``recompiles`` (so far);
 ``loss_scale``; ``seconds`` (wall) and its parts ``seconds_data``, ``seconds_compute``,
 ``seconds_save``, ``seconds_evaluate``; ``energy_joules``.

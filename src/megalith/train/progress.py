@@ -29,11 +29,10 @@ _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "validation_loss": ("val", _loss),
     "accuracy": ("accuracy", lambda v: units.percent(v, 4)),
     "bits_per_byte": ("bits/byte", units.number),
-    "tokens_per_s": ("", lambda v: f"{units.quantity(v)} tokens/s"),
-    "samples_per_s": ("", lambda v: f"{units.quantity(v)} samples/s"),
+    "_per_s": ("", units.quantity),  # of tokens, images or samples
     "mfu": ("MFU", units.percent),
-    "lr": ("lr", lambda v: units.number(v, 3)),
-    "grad_norm": ("norm", lambda v: units.number(v, 3)),
+    "lr": ("lr", lambda v: units.number(v, 3, fixed=True)),
+    "grad_norm": ("norm", lambda v: units.number(v, 3, fixed=True)),
     "peak_memory": ("", units.size),
     "skipped": ("skipped", lambda v: f"{v:.0f}"),
 }
@@ -138,9 +137,11 @@ class Progress:
 
 def _parts(values: Mapping[str, float]) -> list[str]:
     found = []
-    for name, (label, form) in _SHOWN.items():
-        if name in values and not (name == "skipped" and not values[name]):
-            found.append(f"{label} {form(values[name])}".strip())
+    for shown, (label, form) in _SHOWN.items():
+        for name in [n for n in values if n == shown or (shown == "_per_s" and n.endswith(shown))]:
+            unit = f" {name.removesuffix('_per_s')}/s" if shown == "_per_s" else ""
+            if values[name] or name != "skipped":
+                found.append(f"{label} {form(values[name])}{unit}".strip())
     return found
 
 

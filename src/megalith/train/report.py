@@ -16,7 +16,7 @@ import jinja2
 import megalith
 from megalith.core.runs import RunFolder, write_whole
 from megalith.train import charts, sections
-from megalith.train.history import read_run
+from megalith.train.history import read_history
 
 
 def write_report(folder: RunFolder | Path) -> Path:
@@ -25,7 +25,7 @@ def write_report(folder: RunFolder | Path) -> Path:
     Args:
         folder: a run folder, finished or not.
     """
-    run = read_run(folder)
+    run = read_history(folder)
     drawn = sections.curves(run)
     page = _template().render(
         name=run.folder.path.resolve().name,

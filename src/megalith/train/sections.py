@@ -15,7 +15,7 @@ from megalith.checkpoint.store import best, entries
 from megalith.core import units
 from megalith.train import charts
 from megalith.train.charts import Chart, Form, Line
-from megalith.train.history import Run, Values, column, is_number
+from megalith.train.history import History, Values, column, is_number
 
 _SAMPLES = 40  # texts on the page; a long run's are thinned evenly
 _EVENTS = 200
@@ -45,7 +45,7 @@ class Part:
     per_update: str
 
 
-def verdict(run: Run) -> str:
+def verdict(run: History) -> str:
     """How the run went, in a line or two."""
     steps = run.setting("train.steps", run.step)
     took = run.total("seconds")
@@ -70,7 +70,7 @@ def verdict(run: Run) -> str:
     return f"{text}; the last, at step {known[-1]['step']:,}, is {_loss(known[-1]['loss'])}."
 
 
-def about(run: Run) -> str:
+def about(run: History) -> str:
     """The recipe in one line."""
     get = run.setting
     model = [get("model.factory") or get("model.family", "")]
@@ -88,7 +88,7 @@ def about(run: Run) -> str:
     return " · ".join(", ".join(group) for group in groups if group)
 
 
-def tiles(run: Run) -> list[tuple[str, str, str]]:
+def tiles(run: History) -> list[tuple[str, str, str]]:
     """Label, value and note of each figure that the run knows."""
     found: list[tuple[str, str, str]] = []
     top = run.best
@@ -127,7 +127,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     return found
 
 
-def curves(run: Run) -> list[Chart]:
+def curves(run: History) -> list[Chart]:
     """Every curve that the run has numbers for; the loss comes first."""
     end = run.step
     found = [_loss_chart(run)]
@@ -154,7 +154,7 @@ def curves(run: Run) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def _loss_chart(run: Run) -> Chart | None:
+def _loss_chart(run: History) -> Chart | None:
     steps, losses = column(run.train, "loss")
     window = max(5, len(losses) // 40)
     if len(losses) > 2 * window:
@@ -176,7 +176,7 @@ def _loss_chart(run: Run) -> Chart | None:
     return charts.chart("Loss", lines, end=run.step, form="loss", log=True, marks=marks[-_MARKS:])
 
 
-def time_split(run: Run) -> list[Part]:
+def time_split(run: History) -> list[Part]:
     """Where the wall time of training went; empty when the run did not tell."""
     spent = {label: run.total(f"seconds_{name}") for name, label in _PARTS.items()}
     if not any(spent.values()):
@@ -189,7 +189,7 @@ def time_split(run: Run) -> list[Part]:
             colour=f"c{i + 1}",
             seconds=units.duration(seconds),
             share=seconds / whole,
-            percent=units.percent(seconds / whole),
+            percent=f"{seconds / whole:.1%}".replace("%", " %"),
             per_update=units.duration(seconds / max(run.step, 1)),
         )
         for i, (label, seconds) in enumerate(spent.items())
@@ -197,7 +197,7 @@ def time_split(run: Run) -> list[Part]:
     ]
 
 
-def texts(run: Run) -> list[tuple[str, str, str]]:
+def texts(run: History) -> list[tuple[str, str, str]]:
     """Step, prompt and continuation of the samples, the newest first."""
     chosen = run.samples
     if len(chosen) > _SAMPLES:
@@ -212,7 +212,7 @@ def texts(run: Run) -> list[tuple[str, str, str]]:
     return found
 
 
-def events(run: Run) -> list[tuple[str, str, str, str]]:
+def events(run: History) -> list[tuple[str, str, str, str]]:
     """Step, time, name and message of the newest events, oldest first.
 
     Checkpoints are left out: they have a table of their own.
@@ -228,7 +228,7 @@ def events(run: Run) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def checkpoints(run: Run) -> list[tuple[str, str, str, str, bool]]:
+def checkpoints(run: History) -> list[tuple[str, str, str, str, bool]]:
     """Name, step, size, validation loss and whether it is the best, oldest first."""
     losses = {e["step"]: e["loss"] for e in run.validation if is_number(e.get("loss"))}
     found = entries(run.folder.checkpoints)
@@ -246,7 +246,7 @@ def checkpoints(run: Run) -> list[tuple[str, str, str, str, bool]]:
     return rows
 
 
-def commands(run: Run) -> list[tuple[str, str]]:
+def commands(run: History) -> list[tuple[str, str]]:
     """What each command does, and the command, to be run where the run was started."""
     where = _here(run)
     recipe = shlex.quote(str(Path(where) / "recipe.toml"))
@@ -281,7 +281,7 @@ def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
     return [(path, "" if value is None else str(value))]
 
 
-def _here(run: Run) -> str:
+def _here(run: History) -> str:
     """The run folder as a command should name it."""
     path = run.folder.path
     recorded = run.setting("run.dir")
@@ -295,12 +295,11 @@ def _finite(values: Values) -> np.ndarray:
     return values[1][np.isfinite(values[1])]
 
 
-def _rates(run: Run) -> Values:
-    name = next((f"{run.item}_per_s" for e in run.train if f"{run.item}_per_s" in e), "items_per_s")
-    return column(run.train, name)
+def _rates(run: History) -> Values:
+    return column(run.train, f"{run.item}_per_s")
 
 
-def _task_metrics(run: Run) -> list[str]:
+def _task_metrics(run: History) -> list[str]:
     """Names of the numbers on validation lines that only this task has, in their order."""
     names = {
         name: None
