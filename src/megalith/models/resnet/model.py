@@ -27,7 +27,7 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.conv1 = _conv(inputs, width, 3, stride)
         self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = nn.ReLU()
         self.conv2 = _conv(width, width, 3)
         self.bn2 = nn.BatchNorm2d(width)
         self.downsample = _shortcut(inputs, width, stride)
@@ -54,7 +54,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = _conv(width, outputs, 1)
         self.bn3 = nn.BatchNorm2d(outputs)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = nn.ReLU()
         self.downsample = _shortcut(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class ResNet(nn.Module):
             self.conv1 = _conv(config.channels, width, 3)
             pool = nn.Identity()
         self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = nn.ReLU()
         self.maxpool = pool
 
         self.layer1 = _stage(config, 0)
