@@ -104,6 +104,14 @@ def test_what_is_prepared_is_found_again_without_reading(tmp_path: Path) -> None
     assert not list((tmp_path / "cache/tokens").glob(".*"))
 
 
+def test_files_as_young_as_a_clocks_tick_are_read_again(tmp_path: Path) -> None:
+    write(tmp_path / "text")
+    build(tmp_path)
+    told = Told()
+    build(tmp_path, told)
+    assert told.stages == ["reading"]
+
+
 def test_recipes_with_the_same_data_share_it(tmp_path: Path) -> None:
     write(tmp_path / "text")
     write(tmp_path / "elsewhere")
@@ -235,7 +243,8 @@ def test_only_one_of_several_processes_does_the_work(tmp_path: Path) -> None:
     said = [list(iter(receiver.recv, None)) for receiver, _ in pipes]
     for process in started:
         process.join()
-    assert sorted("tokenising" in lines for lines in said) == [False, False, True]
+    for work in ("reading", "tokenising"):
+        assert sorted(work in lines for lines in said) == [False, False, True]
     assert len({lines[-1] for lines in said}) == 1
 
 

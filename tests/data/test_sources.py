@@ -154,6 +154,7 @@ def test_limit_takes_shuffled_documents_that_fit(tmp_path: Path) -> None:
     chosen = corpus.size[[*train, *validation]].sum()
     assert 4000 - corpus.size.min() < chosen <= 4000
     assert max(train) > 100  # from all over the source
+    assert len(train) > 2 * len(validation)  # taken before the split, and independently of it
 
 
 @pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
