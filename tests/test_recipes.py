@@ -1,0 +1,24 @@
+"""Every recipe in recipes/ runs: shortened here, whole where it is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalith.recipe import load
+from megalith.train.loop import train
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_runs_and_saves(path: Path, tmp_path: Path):
+    full = load(path)
+    shorter = ["train.steps=2", "optim.warmup=0", "evaluate.batches=1", "evaluate.sample_tokens=4"]
+    if full.data.source == "stdlib":
+        shorter += ["data.limit=200_000", f"data.cache={tmp_path / 'cache'}"]
+    run = train(load(path, *shorter, f"run.dir={tmp_path / 'run'}"))
+    assert run.status == "done"
+    assert run.validation["loss"] > 0
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json").exists()
