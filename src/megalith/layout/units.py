@@ -18,9 +18,7 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
         return {
             name: module
             for name, module in model.named_modules()
-            if any(
-                fnmatchcase(name, p) and name.count(".") == p.count(".") for p in patterns
-            )
+            if any(fnmatchcase(name, p) and name.count(".") == p.count(".") for p in patterns)
         }
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
