@@ -172,6 +172,9 @@ def test_commands_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "megalith train 'runs/my run/recipe.toml' --resume" in page.text
     assert "megalith train 'runs/my run/recipe.toml' train.steps=800 --resume" in page.text
     assert "megalith generate 'runs/my run' --prompt 'def '" in page.text
+    finished = Page(write_report(language_run(Path("runs/whole"))))
+    assert "recipe.toml --resume" not in finished.text
+    assert "megalith train runs/whole/recipe.toml train.steps=800 --resume" in finished.text
     moved = RunFolder(folder.path.rename(tmp_path / "elsewhere"))
     assert "megalith train elsewhere/recipe.toml run.dir=elsewhere --resume" in (
         Page(write_report(moved)).text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import time
@@ -256,10 +257,10 @@ def commands(run: History) -> list[tuple[str, str]]:
     def train(*overrides: str) -> str:
         return " ".join(["megalith train", recipe, *moved, *overrides, "--resume"])
 
-    found = [
-        ("Resume after an interruption", train()),
-        ("Continue for as long again", train(f"train.steps={further}")),
-    ]
+    found = [("Resume after an interruption", train())]
+    if run.step >= run.setting("train.steps", math.inf):  # nothing is left to resume
+        found = []
+    found.append(("Continue for as long again", train(f"train.steps={further}")))
     if run.setting("task.name", "language") == "language" and run.setting("data.tokenizer"):
         prompt = shlex.quote(run.setting("evaluate.prompt") or "def ")
         found.append(("Generate text", f"megalith generate {shlex.quote(where)} --prompt {prompt}"))
