@@ -9,8 +9,9 @@ depends on nothing but the tokens.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -129,9 +130,15 @@ def _tokens(
 def _next_logits(model: Decoder, ids: list[int], cache: KeyValueCache | None) -> Tensor:
     """Logits ``[vocab]`` after ``ids``, which follow what ``cache`` holds."""
     tokens = torch.tensor([ids], device=model.head_weight.device)
-    # Blocks that training compiled would be compiled anew for the cache's growing shapes.
-    with torch.compiler.set_stance("force_eager"):
+    with _not_compiled():
         return model(tokens, cache=cache, head=_last_logits)
+
+
+def _not_compiled() -> AbstractContextManager[object]:
+    """Blocks that training compiled would be compiled anew for the cache's growing shapes."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing can be compiled, and its import takes seconds
+    return torch.compiler.set_stance("force_eager")
 
 
 def _last_logits(hidden: Tensor, weight: Tensor) -> Tensor:
