@@ -1,4 +1,4 @@
-"""The loop: exact evaluation, early stopping, the best checkpoint, bad numbers, and what is logged."""
+"""The loop: exact evaluation, early stopping, the best checkpoint, bad numbers, and its lines."""
 
 from __future__ import annotations
 
