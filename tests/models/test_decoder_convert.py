@@ -52,8 +52,10 @@ YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 1024,
 }
+# Heads large enough for pairs on both sides of YaRN's bounds, and between them.
+YARN = {**LLAMA, "head_dim": 32, "rope_parameters": YARN_ROPE}
 
 
 def rope(**kwargs: Any) -> dict[str, Any]:
@@ -97,13 +99,11 @@ CASES: list[Any] = [
         64,
         id="llama-dynamic-long",
     ),
-    pytest.param(
-        transformers.LlamaConfig, {**LLAMA, "rope_parameters": YARN_ROPE}, 64, id="llama-yarn"
-    ),
+    pytest.param(transformers.LlamaConfig, YARN, 64, id="llama-yarn"),
     pytest.param(
         transformers.LlamaConfig,
         {
-            **LLAMA,
+            **YARN,
             "rope_parameters": {
                 **YARN_ROPE,
                 "beta_fast": 4.0,
@@ -117,7 +117,7 @@ CASES: list[Any] = [
     ),
     pytest.param(
         transformers.LlamaConfig,
-        {**LLAMA, "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.5}},
+        {**YARN, "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.5}},
         64,
         id="llama-yarn-mscale",
     ),

@@ -64,7 +64,8 @@ class Sdpa(nn.Module):
 class Reference(nn.Module):
     """Scale, scores, softmax, weighted sum (Vaswani et al. 2017, equation 1), in the open.
 
-    Memory grows with the square of the sequence. The softmax is float32, or float64 on float64.
+    Memory grows with the square of the sequence. Scores and softmax are float32 whatever autocast
+    says, or float64 in a float64 model.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -80,19 +81,21 @@ class Reference(nn.Module):
         dropout: float,
     ) -> Tensor:
         """See the module's docstring."""
-        query = query.unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, group, queries, dim]
-        scores = torch.einsum("bhgqd,bhkd->bhgqk", query, key) / math.sqrt(query.shape[-1])
-        if causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        elif mask is not None:
-            mask = mask.unsqueeze(1)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf)
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = torch.softmax(scores, dim=-1, dtype=wide).to(value.dtype)
-        if dropout:
-            weights = F.dropout(weights, dropout)
-        return torch.einsum("bhgqk,bhkd->bhgqd", weights, value).flatten(1, 2)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        with torch.autocast(query.device.type, enabled=False):
+            query = query.unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, group, queries, dim]
+            scores = torch.einsum("bhgqd,bhkd->bhgqk", query.to(wide), key.to(wide))
+            scores = scores / math.sqrt(query.shape[-1])
+            if causal:
+                mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            elif mask is not None:
+                mask = mask.unsqueeze(1)
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -math.inf)
+            weights = torch.softmax(scores, dim=-1).to(value.dtype)
+            if dropout:
+                weights = F.dropout(weights, dropout)
+            return torch.einsum("bhgqk,bhkd->bhgqd", weights, value).flatten(1, 2)
 
 
 def core(config: DecoderConfig, layer: int) -> nn.Module:
