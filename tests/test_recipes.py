@@ -10,11 +10,14 @@ from megalith.recipe import load
 from megalith.train.loop import train
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_runs_and_saves(path: Path, tmp_path: Path):
     full = load(path)
+    if full.data.source == "fashion-mnist" and not FASHION.is_dir():
+        pytest.skip("Debian's dataset-fashion-mnist is not installed")
     shorter = ["train.steps=2", "optim.warmup=0", "evaluate.batches=1", "evaluate.sample_tokens=4"]
     if full.data.source == "stdlib":
         shorter += ["data.limit=200_000", f"data.cache={tmp_path / 'cache'}"]

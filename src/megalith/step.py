@@ -73,13 +73,22 @@ class Step:
     done: int = 0
     skipped: int = 0
     _parameters: list[Tensor] = field(init=False, repr=False)
+    _statistics: list[Tensor] = field(init=False, repr=False)
+    _before: list[Tensor] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._statistics = [
+            buffer
+            for module in self.model.modules()
+            if getattr(module, "track_running_stats", False)
+            for buffer in module.buffers(recurse=False)
+        ]
 
     def backward(self, micro_batches: Sequence[Batch]) -> Measured:
         """Gradients of the mean loss over all ``micro_batches``, unclipped, in ``.grad``."""
         self.model.train()
+        self._before = [buffer.clone() for buffer in self._statistics]
         scale = self.loss_scale.scale if self.loss_scale else 1.0
         count = torch.stack([self.task.count(batch) for batch in micro_batches]).sum()
         sums: dict[str, Tensor] = {}
@@ -111,7 +120,9 @@ class Step:
             self.ema.update(self.done - self.skipped)
 
     def skip(self) -> None:
-        """Leave the weights alone: the gradients are not finite."""
+        """Leave the model as it was before ``backward``: the gradients are not finite."""
+        for buffer, before in zip(self._statistics, self._before, strict=True):
+            buffer.copy_(before)  # what is not finite would stay in a running mean for ever
         self.skipped += 1
         self._finish(finite=False)
 

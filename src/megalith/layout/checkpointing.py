@@ -7,6 +7,8 @@ operations between them (Korthikanti et al. 2022). Recomputation replays the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +19,8 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _EXPENSIVE = (
     "mm",
@@ -33,15 +37,57 @@ _EXPENSIVE = (
 
 
 def apply(units: dict[str, nn.Module], mode: Literal["none", "selective", "full"]) -> None:
-    """Make each unit's forward recompute in backward; names and state dicts stay as they are."""
+    """Make each unit's forward recompute in backward; names and state dicts stay as they are.
+
+    The running statistics of batch norms are those of one forward pass, not of two.
+    """
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
-    if mode == "selective":
-        policy = partial(_policy, _operators())
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    kept = _operators() if mode == "selective" else None
     for unit in units.values():
-        unit.forward = partial(checkpoint, unit.forward, **options)
+        unit.forward = _recomputed(unit, kept)
+
+
+def _recomputed(unit: nn.Module, kept: frozenset[Any] | None) -> Callable[..., Any]:
+    inner = unit.forward
+    norms = [m for m in unit.modules() if getattr(m, "track_running_stats", False)]
+    plain: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    if kept is not None:
+        plain["context_fn"] = partial(_selective, kept)
+    careful = {**plain, "context_fn": partial(_contexts, kept, norms)}
+
+    # A function and not a functools.partial, which torch.compile passes over without a word.
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # A compiled graph updates a buffer once, whatever it recomputes.
+        options = careful if norms and not torch.compiler.is_compiling() else plain
+        return checkpoint(inner, *args, **options, **kwargs)
+
+    return forward
+
+
+def _selective(kept: frozenset[Any]) -> Contexts:
+    return create_selective_checkpoint_contexts(partial(_policy, kept))
+
+
+def _contexts(kept: frozenset[Any] | None, norms: list[nn.Module]) -> Contexts:
+    """Around forward and recomputation, which works on copies of the running statistics."""
+    first, again = _selective(kept) if kept is not None else (nullcontext(), nullcontext())
+    return first, _on_copies(norms, again)
+
+
+@contextmanager
+def _on_copies(norms: list[nn.Module], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    originals = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
+    for norm, buffers in originals:
+        for name, buffer in buffers.items():
+            setattr(norm, name, buffer.clone())
+    try:
+        with inner:
+            yield
+    finally:
+        for norm, buffers in originals:
+            for name, buffer in buffers.items():
+                setattr(norm, name, buffer)
 
 
 def _operators() -> frozenset[Any]:
