@@ -214,3 +214,7 @@ def test_a_resnet_run_is_exported_with_torchvisions_names(tmp_path, monkeypatch)
         assert {"conv1.weight", "layer1.0.bn1.running_mean", "fc.weight"} <= set(file.keys())
     refused = run("generate", "runs/d")
     assert refused.exit_code == 2
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+    assert cli._printable("a\x1b[31m\r\nb\té") == "a�[31m�\nb\té"

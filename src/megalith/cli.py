@@ -5,6 +5,7 @@ Modules that import torch are imported inside the verbs, so that ``megalith --he
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import traceback
@@ -279,10 +280,17 @@ def generate(
     )
     model, tokenizer, _ = load_for_generation(run, step=step, device=device)
     pieces = stream(model, tokenizer, prompt, sampling)
-    print(prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
+    # What a model writes may hold escape codes, and a terminal obeys those.
+    shown = _printable if sys.stdout.isatty() else str
+    for piece in itertools.chain([prompt], pieces):
+        print(shown(piece), end="", flush=True)
     print()
+
+
+def _printable(text: str) -> str:
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 @app.command(
