@@ -232,7 +232,7 @@ class _Loop:
             **{f"seconds_{part}": value for part, value in window.seconds.items()},
         }
         if session.flops:
-            values["mfu"] = session.flops * window.updates / compute / session.peak
+            values["mfu"] = self._mfu(session.flops * window.updates / compute)
         if step.loss_scale is not None:
             values["loss_scale"] = step.loss_scale.scale
         if self.recipe.train.compile:
@@ -243,6 +243,17 @@ class _Loop:
         self.metrics.write("train", step.done, **values)
         self.progress.update(step.done, values)
         self.window = _Window()
+
+    def _mfu(self, rate: float) -> float:
+        """``rate`` FLOP/s as a share of the device's peak, which other processes may have hidden.
+
+        A peak below what was just reached was measured while the device was busy: once more, then.
+        """
+        if rate > self.session.peak:
+            precision = self.step.precision
+            again = devices.matmul_peak(self.session.device, precision.computing_dtype)
+            self.session.peak = max(self.session.peak, again)
+        return rate / self.session.peak
 
     def _evaluate(self) -> bool:
         """Evaluate; true if the validation loss is the best so far."""
