@@ -108,22 +108,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
-        for rows, part, target in zip(
-            torch.arange(0, len(hidden), chunk).tolist(),
-            hidden.split(chunk),
-            targets.split(chunk),
-            strict=True,
-        ):
-            logits = (part @ matrix.T).to(exact)
-            loss, normaliser = _loss(logits, target, smoothing, z_loss)
-            total += loss
+        for first in range(0, len(hidden), chunk):
+            rows = slice(first, first + chunk)
+            part, target = hidden[rows], targets[rows]
+            valid = (target != IGNORE).unsqueeze(-1)
+            logits = part @ matrix.T
+            log_probs = torch.log_softmax(logits, -1, dtype=exact)
+            normaliser = logits[:, :1].to(exact) - log_probs[:, :1]
+            total += _loss(log_probs, normaliser, target, valid, smoothing, z_loss)
             if not (wants_hidden or wants_weight):
                 continue
-            slope = _slope_(logits, normaliser, target, smoothing, z_loss, scale).to(hidden.dtype)
+            slope = _slope_(log_probs, normaliser, target, smoothing, z_loss)
+            slope = (slope.mul_(scale) if scale != 1.0 else slope).to(hidden.dtype)
+            # Tokens that do not count are left out of the narrow factor: a pass over [rows, width]
+            # and not over [rows, vocab].
             if grad_hidden is not None:
-                grad_hidden[rows : rows + len(part)] = slope @ matrix
+                grad_hidden[rows] = (slope @ matrix) * valid
             if grad_weight is not None:
-                _add_product_(grad_weight, slope, part)
+                _add_product_(grad_weight, slope, part * valid)
         ctx.scale = scale
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -141,35 +143,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _loss(logits: Tensor, target: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
-    """The summed loss of a chunk and each row's log-normaliser."""
-    valid = target != IGNORE
-    normaliser = logits.logsumexp(-1)
-    chosen = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    loss = normaliser - (1 - smoothing) * chosen
+def _loss(
+    log_probs: Tensor,
+    normaliser: Tensor,
+    target: Tensor,
+    valid: Tensor,
+    smoothing: float,
+    z_loss: float,
+) -> Tensor:
+    """The summed loss of a chunk."""
+    loss = -(1 - smoothing) * log_probs.gather(-1, target.clamp(min=0).unsqueeze(-1))
     if smoothing:
-        loss = loss - smoothing * logits.mean(-1)
+        loss = loss - smoothing * log_probs.mean(-1, keepdim=True)
     if z_loss:
         loss = loss + z_loss * normaliser.square()
-    return torch.where(valid, loss, 0.0).sum(), normaliser
+    return torch.where(valid, loss, 0.0).sum()
 
 
 def _slope_(
-    logits: Tensor,
-    normaliser: Tensor,
-    target: Tensor,
-    smoothing: float,
-    z_loss: float,
-    scale: float,
+    log_probs: Tensor, normaliser: Tensor, target: Tensor, smoothing: float, z_loss: float
 ) -> Tensor:
-    """Turn ``logits`` in place into the derivative of the summed loss by them, times ``scale``."""
-    valid = (target != IGNORE).to(logits.dtype) * scale
-    weight = valid * (1 + 2 * z_loss * normaliser) if z_loss else valid
-    slope = logits.sub_(normaliser.unsqueeze(-1)).exp_().mul_(weight.unsqueeze(-1))
+    """Turn ``log_probs`` in place into the derivative of each row's loss by its logits."""
+    slope = log_probs.exp_()
+    if z_loss:
+        slope.mul_(1 + 2 * z_loss * normaliser)
     if smoothing:
-        slope.sub_((valid * (smoothing / logits.shape[-1])).unsqueeze(-1))
+        slope.sub_(smoothing / slope.shape[-1])
     chosen = target.clamp(min=0).unsqueeze(-1)
-    return slope.scatter_add_(-1, chosen, -(1 - smoothing) * valid.unsqueeze(-1))
+    return slope.scatter_add_(-1, chosen, torch.full_like(normaliser, smoothing - 1))
 
 
 def _add_product_(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
