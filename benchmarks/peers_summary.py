@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 MEGALITH = "megalith"
+SELECTIVE = "megalith_selective"
 FIRST_LOSS = {"fp32": 1e-4, "bf16": 2e-2}
 LATER_LOSS = {"fp32": 1e-2, "bf16": 1e-1}
 
@@ -100,7 +102,27 @@ def table(setting: dict[str, Any], peaks: dict[str, float]) -> str:
             f"{last:.4f}",
         ]
         lines.append(f"| {peer} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join(lines) + "".join(
+        f"\n\n{name}: {_against_best(name, rates, max)} times the tokens/s of the fastest peer, "
+        f"{_against_best(name, memory, min)} times the memory of the smallest."
+        for name in (MEGALITH, SELECTIVE)
+        if rates.get(name) and any(rates[peer] for peer in _others(rates))
+    )
+
+
+def _others(found: dict[str, dict[int, float]]) -> list[str]:
+    return [peer for peer in found if peer not in (MEGALITH, SELECTIVE)]
+
+
+def _against_best(
+    name: str, found: dict[str, dict[int, float]], best: Callable[[list[float]], float]
+) -> str:
+    """The ratio to each round's best peer."""
+    ratios = []
+    for number, ours in found[name].items():
+        theirs = [found[peer][number] for peer in _others(found) if number in found[peer]]
+        ratios += [ours / best(theirs)] if theirs else []
+    return Spread.of(ratios).text(3) if ratios else "(no round in common)"
 
 
 def _ratio(ours: dict[int, float], theirs: dict[int, float], peer: str) -> str:

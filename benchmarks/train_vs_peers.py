@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from environments import NotInstalled, environment
-from peers_summary import MEGALITH, disagreement, markdown, train_flops
+from peers_summary import MEGALITH, SELECTIVE, disagreement, markdown, train_flops
 
 HERE = Path(__file__).resolve().parent
 TORCH = "torch>=2.13,<2.14"
@@ -36,8 +36,10 @@ PEERS = {
     "lightning_loop": (*COMMON, "lightning==2.6.6"),
     "litgpt_loop": (*COMMON, "litgpt==0.5.13"),
     MEGALITH: (TORCH, "-e", str(HERE.parent)),
+    # Same program with train.checkpointing = "selective": what the least memory costs in time.
+    SELECTIVE: (TORCH, "-e", str(HERE.parent)),
 }
-SCRIPTS = {MEGALITH: "megalith_run"}
+SCRIPTS = {MEGALITH: "megalith_run", SELECTIVE: "megalith_run"}
 SIZES = {
     "tiny": {"layers": 2, "width": 64, "heads": 2, "vocab": 512, "context": 128},
     "30m": {"layers": 6, "width": 384, "heads": 6, "vocab": 50257, "context": 1024},
@@ -162,7 +164,8 @@ def _environments(folder: Path, peers: list[str]) -> tuple[dict[str, Path], dict
     missing: dict[str, str] = {}
     for peer in peers:
         try:
-            pythons[peer] = environment(folder, peer, PEERS[peer])
+            owner = MEGALITH if peer == SELECTIVE else peer
+            pythons[peer] = environment(folder, owner, PEERS[peer])
         except NotInstalled as error:
             missing[peer] = f"cannot be installed: {error}"
     return pythons, missing
@@ -212,7 +215,9 @@ def _rounds(
             print(f"{name}, round {number + 1} of {rounds}: {peer}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(prefix="train_vs_peers-run-") as folder:
                 file = Path(folder) / "job.json"
-                file.write_text(json.dumps({**job, "scratch": folder}))
+                checkpointing = "selective" if peer == SELECTIVE else "none"
+                given = {**job, "scratch": folder, "checkpointing": checkpointing}
+                file.write_text(json.dumps(given))
                 script = HERE / "peers" / f"{SCRIPTS.get(peer, peer)}.py"
                 try:
                     printed = _output([pythons[peer], script, file], Path(folder))
@@ -250,7 +255,7 @@ def _machine() -> dict[str, Any]:
         "processor": names[0] if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "system": f"{platform.system()}, Python {platform.python_version()}",
     }
 
 

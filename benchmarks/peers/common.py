@@ -25,6 +25,7 @@ class Job:
         tokens: ``.npy`` of int64 ``[steps, batch, sequence + 1]``.
         scratch: an empty folder.
         precision: ``fp32`` or ``bf16``.
+        checkpointing: Megalith's field of that name; the peers' runs all keep activations.
     """
 
     weights: str
@@ -40,6 +41,7 @@ class Job:
     steps: int
     precision: str
     compile: bool
+    checkpointing: str
     lr: float
     betas: tuple[float, float]
     eps: float

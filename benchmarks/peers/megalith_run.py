@@ -28,6 +28,7 @@ def recipe(job: Job) -> dict[str, Any]:
             "global_batch": job.batch,
             "precision": job.precision,
             "compile": job.compile,
+            "checkpointing": job.checkpointing,
             "clip": job.clip,
             "seed": SEED,
             "device": "cpu",

@@ -75,10 +75,19 @@ def test_ratios_are_taken_within_a_round(summary: Any) -> None:
         _run("plain", 1, 2.0, 400 << 20),
         _run("megalith", 1, 0.8, 200 << 20),
     ]
-    plain, ours = summary.table(_setting(runs), {"fp32": 1e9}).splitlines()[2:]
+    plain, ours = summary.table(_setting(runs), {"fp32": 1e9}).splitlines()[2:4]
     assert "| 8 (5–10) | 2.250 (2.000–2.500) |" in plain
     assert "| 400 (400–400) | 0.375 (0.250–0.500) |" in plain
     assert "| 16 (12–20) |  |" in ours
+
+
+def test_the_best_peer_is_chosen_round_by_round(summary: Any) -> None:
+    runs = [_run("plain", n, s, 100 << 20) for n, s in enumerate((1.0, 4.0))]
+    runs += [_run("litgpt_loop", n, 2.0, 200 << 20) for n in range(2)]
+    runs += [_run("megalith", n, 1.0, 50 << 20) for n in range(2)]
+    text = summary.table(_setting(runs, peers=["plain", "litgpt_loop", "megalith"]), {"fp32": 1e9})
+    assert "megalith: 1.500 (1.000–2.000) times the tokens/s of the fastest peer" in text
+    assert "0.500 (0.500–0.500) times the memory of the smallest" in text
 
 
 def test_a_peer_that_failed_says_why(summary: Any) -> None:
@@ -109,6 +118,7 @@ def test_plain_pytorch_and_megalith_train_the_same_model(tmp_path: Path) -> None
     optimizer = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
     files = {"weights": str(tmp_path), "tokens": str(tmp_path / "tokens.npy")}
     job = {**shape, **files, **optimizer, "precision": "fp32", "compile": False}
+    job["checkpointing"] = "none"
     found = {}
     for script in ("plain", "megalith_run"):
         folder = tmp_path / script
