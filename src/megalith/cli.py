@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -142,6 +143,8 @@ def train(
     loaded = megalith.load(recipe, *overrides or [])
     with _Preparation() as progress:
         run = megalith.train(loaded, resume=resume, overwrite=overwrite, progress=progress)
+    if run.sample is not None:
+        print(f"sample:\n{textwrap.indent(_printable(run.sample), '  ')}")
     print(f"{run.status.replace('_', ' ')} at update {run.step}; report: {run.report}")
     if run.signal:
         raise typer.Exit(128 + run.signal)

@@ -43,6 +43,7 @@ class Run:
         status: why it ended.
         signal: the signal's number when it was interrupted.
         validation: the last evaluation's metrics.
+        sample: what the model wrote at the last evaluation, if the recipe has a prompt.
         model: with the weights of the last update.
     """
 
@@ -53,6 +54,7 @@ class Run:
     report: Path
     model: nn.Module
     tokenizer: Any = None
+    sample: str | None = None
     signal: int | None = None
 
 
@@ -110,6 +112,7 @@ class _Loop:
         self.step, self.recipe, self.folder = session.step, session.recipe, session.folder
         self.window = _Window()
         self.validation: dict[str, float] = {}
+        self.sample: str | None = None
         self.bad_in_a_row = 0
         self.saved_at = session.resumed.step if session.resumed else -1
         self.graphs_before = graphs_compiled()
@@ -129,6 +132,7 @@ class _Loop:
             report=report,
             model=self.step.model,
             tokenizer=self.session.splits.tokenizer,
+            sample=self.sample,
             signal=int(self.stop.received) if self.stop.received else None,
         )
 
@@ -270,7 +274,7 @@ class _Loop:
             shown = {f"validation_{k}" if k == "loss" else k: v for k, v in self.validation.items()}
             self.progress.update(self.step.done, shown)
             if section.prompt is not None:
-                write_sample(self.session, section.prompt)
+                self.sample = write_sample(self.session, section.prompt)
             write_report(self.folder)
         return best
 
