@@ -18,6 +18,9 @@ from megalith.tasks.base import IGNORE
 _CHUNK_LOGITS = 1 << 24
 """Logits per chunk: 64 MiB in float32, enough rows to keep the matmuls at full speed."""
 
+_ALIGN = 32
+"""Rows of logits are padded to a multiple of this: matmuls into rows of odd length are slower."""
+
 _HALF_SCALE = 1024.0
 """Keeps softmax probabilities above float16's smallest number; a power of two, so exact."""
 
@@ -108,18 +111,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        # All chunks share this memory: fresh pages cost more to map than to fill.
+        vocab, width = len(weight), -(-len(weight) // _ALIGN) * _ALIGN
+        products = hidden.new_empty(min(chunk, len(hidden)), width)
+        logits = products if hidden.dtype == exact else products.to(exact)
         for first in range(0, len(hidden), chunk):
             rows = slice(first, first + chunk)
             part, target = hidden[rows], targets[rows]
             valid = (target != IGNORE).unsqueeze(-1)
-            logits = part @ matrix.T
-            log_probs = torch.log_softmax(logits, -1, dtype=exact)
-            normaliser = logits[:, :1].to(exact) - log_probs[:, :1]
+            product, logit = products[: len(part), :vocab], logits[: len(part)]
+            torch.mm(part, matrix.T, out=product)
+            if logit.dtype != product.dtype:
+                logit[:, :vocab] = product
+            logit[:, vocab:] = -torch.inf
+            first_logit = logit[:, :1].clone()
+            log_probs = torch.log_softmax(logit, -1, out=logit)[:, :vocab]
+            normaliser = first_logit - log_probs[:, :1]
             total += _loss(log_probs, normaliser, target, valid, smoothing, z_loss)
             if not (wants_hidden or wants_weight):
                 continue
             slope = _slope_(log_probs, normaliser, target, smoothing, z_loss)
-            slope = (slope.mul_(scale) if scale != 1.0 else slope).to(hidden.dtype)
+            slope = slope.mul_(scale) if scale != 1.0 else slope
+            slope = slope if slope.dtype == product.dtype else product.copy_(slope)
             # Tokens that do not count are left out of the narrow factor: a pass over [rows, width]
             # and not over [rows, vocab].
             if grad_hidden is not None:
