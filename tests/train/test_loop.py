@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalith import checkpoint
-from megalith.core.errors import TrainingError
+from megalith.core.errors import RecipeError, TrainingError
 from megalith.core.runs import RunFolder
 from megalith.data.order import sample_ids
 from megalith.recipe import load
@@ -167,3 +167,8 @@ def test_too_many_bad_updates_in_a_row_stop_with_what_happened(tmp_path: Path):
     saved = checkpoint.load(entry.path, "model")
     assert all(tensor.isfinite().all() for tensor in saved.values())
     assert (tmp_path / "report.html").exists()
+
+
+def test_a_task_of_the_users_own_that_lacks_a_part_is_refused_by_name(tmp_path: Path):
+    with pytest.raises(RecipeError, match=r"task\.factory: 'toys:Toy' returned Toy, .* no 'item'"):
+        train(recipe(tmp_path, "task.factory=toys:Toy"))

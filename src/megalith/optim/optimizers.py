@@ -142,13 +142,31 @@ def _built_in(
 
 
 def _adamw(section: OptimSection, groups: list[Group], **args: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         groups,
         lr=section.lr,
         betas=section.betas,
         eps=section.eps,
         **{"fused": True, **args},
     )
+    _allocate(optimizer)
+    return optimizer
+
+
+def _allocate(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW its moments now, as zeros, which is what its first step would do.
+
+    Made during the first step they would lie scattered between gradients that are freed right
+    after, and the heap would keep the holes.
+    """
+    for group in optimizer.param_groups:
+        amsgrad = group.get("amsgrad", False)
+        for parameter in group["params"]:
+            host = parameter if group["fused"] or group["capturable"] else torch.tensor(0.0)
+            state = optimizer.state[parameter]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=host.device)
+            for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def _groups(section: OptimSection, model: nn.Module, names: dict[Tensor, str]) -> list[Group]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megalith.core import imports
+from megalith.core.errors import RecipeError
 from megalith.recipe.schema import TaskSection
 from megalith.tasks.base import IGNORE, Batch, Loss, Task
 
@@ -17,6 +18,12 @@ def build(section: TaskSection) -> Task:
     """
     if section.factory is not None:
         task: Task = imports.resolve(section.factory, "task.factory")(**section.args)
+        for part in ("item", "count", "loss", "summary"):
+            if not hasattr(task, part):
+                raise RecipeError(
+                    f"task.factory: '{section.factory}' returned {type(task).__name__}, which has "
+                    f"no '{part}' (see megalith.tasks.Task)"
+                )
         return task
     loss = imports.resolve(section.loss, "task.loss") if section.loss else None
     if section.name == "classify":

@@ -97,10 +97,10 @@ def train(
         MegalithError: the recipe, its data or its run folder cannot be used, or training broke
             down; one line says what to do.
     """
-    check_recipe(recipe)
+    device = check_recipe(recipe)
     folder = RunFolder(Path(recipe.run.dir))
     with claimed(folder, resume=resume, overwrite=overwrite), stop_requests() as stop:
-        session = open_session(recipe, resume=resume, progress=progress)
+        session = open_session(recipe, device, resume=resume, progress=progress)
         return _Loop(session, stop).run()
 
 

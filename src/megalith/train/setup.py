@@ -89,9 +89,11 @@ def claimed(folder: RunFolder, *, resume: bool, overwrite: bool) -> Iterator[Non
         yield
 
 
-def open_session(recipe: Recipe, *, resume: bool, progress: Progress | None) -> Session:
+def open_session(
+    recipe: Recipe, device: torch.device, *, resume: bool, progress: Progress | None
+) -> Session:
     """Prepare data, build the step, and restore the newest whole checkpoint if ``resume``."""
-    device = check_recipe(recipe)
+    devices.return_large_blocks(device)
     folder = RunFolder(Path(recipe.run.dir))
     splits = prepare(recipe.data, recipe.train.seed, progress)
     config = models.resolve(recipe.model, splits.facts)
