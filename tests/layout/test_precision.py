@@ -25,6 +25,15 @@ def test_widened_matmuls_are_the_products_of_the_same_rounded_numbers(dtype: tor
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+def test_a_product_into_given_memory_arrives_there(dtype: torch.dtype):
+    x, room = torch.eye(4).to(dtype), torch.full((4, 6), torch.nan).to(dtype)
+    with WidenedMatmuls():
+        found = torch.mm(x, x, out=room[:, :4])
+    assert torch.equal(room[:, :4], x)
+    assert found.data_ptr() == room.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 def test_backward_and_attention_are_widened_too(dtype: torch.dtype):
     torch.manual_seed(0)
     parts = [torch.randn(2, 2, 9, 8).to(dtype).requires_grad_() for _ in range(3)]

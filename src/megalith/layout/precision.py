@@ -78,12 +78,15 @@ class WidenedMatmuls(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         given = {a.dtype for a in args if isinstance(a, Tensor)}
         half = next((d for d in given if d in (torch.bfloat16, torch.float16)), None)
         if half is None or function.overloadpacket not in _MATMULS:
             return function(*args, **kwargs)
+        out = kwargs.pop("out", None)
         wide = tree_map_only(Tensor, lambda t: t.float() if t.dtype == half else t, (args, kwargs))
+        if out is not None:
+            return out.copy_(function.overloadpacket(*wide[0], **wide[1]))
         result = function(*wide[0], **wide[1])
         # Log-normalisers of attention are float32 in both forms.
         keep = _FLOAT_RESULTS.get(function.overloadpacket, ())
