@@ -119,3 +119,15 @@ def _update(step, seed: int) -> float:
     measured = step.backward([ragged_batch(6, seed=seed)])
     step.update(measured)
     return float(measured.loss)
+
+
+def test_numbers_among_the_state_of_a_users_optimizer_come_back_as_numbers():
+    first = toy_step(optim__factory="toy_optimizer:counting")
+    first.update(first.backward([ragged_batch(2)]))
+    saved = first.optimizers.state_tensors()
+    second = toy_step(optim__factory="toy_optimizer:counting")
+    second.optimizers.load_state_tensors(saved)
+    (part,) = second.optimizers.parts
+    states = [part.state[p] for p in second.model.parameters()]
+    assert all(state["calls"] == 1 and isinstance(state["calls"], float) for state in states)
+    assert all(isinstance(state["scale"], torch.Tensor) for state in states)

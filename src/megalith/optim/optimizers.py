@@ -15,6 +15,7 @@ from megalith.layout.units import units
 from megalith.recipe.schema import OptimSection
 
 Group = dict[str, Any]
+_NUMBER = ":number"
 
 
 class Optimizers:
@@ -52,7 +53,7 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """State as ``"<parameter>/<key>"``; numbers become float64 scalars."""
+        """State as ``"<parameter>/<key>"``; a number is a float64 scalar ``"<key>:number"``."""
         found: dict[str, Tensor] = {}
         for part in self.parts:
             for parameter, state in part.state.items():
@@ -60,7 +61,7 @@ class Optimizers:
                     if value is None:
                         continue
                     if isinstance(value, int | float):
-                        value = torch.tensor(float(value), dtype=torch.float64)
+                        key, value = f"{key}{_NUMBER}", torch.tensor(value, dtype=torch.float64)
                     if not isinstance(value, Tensor):
                         raise RecipeError(
                             f"optim: state '{key}' of {type(part).__name__} is a "
@@ -76,13 +77,12 @@ class Optimizers:
         for path, value in tensors.items():
             name, _, key = path.rpartition("/")
             parameter = by_name[name]
-            if value.dtype == torch.float64 and value.ndim == 0 and key != "step":
-                kept: Any = value.item()
-            elif key == "step" and value.dtype == torch.float64:
-                kept = int(value.item())
-            else:
-                # torch keeps counters on the host unless an optimizer is fused or capturable.
-                kept = value.to(parameter.device) if value.ndim else value.clone()
+            kept: Any = value.clone()
+            if key.endswith(_NUMBER):
+                key, kept = key.removesuffix(_NUMBER), value.item()
+            elif value.ndim:
+                # Scalars stay where they were made: torch keeps most counters on the host.
+                kept = value.to(parameter.device)
             owner[parameter].state[parameter][key] = kept
 
 
