@@ -6,7 +6,6 @@ needs no line here. On the CPU, memory is the resident set of this process.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,6 @@ _CPU = "cpu"
 _NVIDIA = "cuda"
 # Names that a user may write for an accelerator that is not in this machine.
 _KNOWN = (_CPU, _NVIDIA, "mps", "xpu", "hpu", "npu", "mtia", "maia", "xla")
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _PROC = Path("/proc/self")
 
 
@@ -134,20 +132,6 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.7) 
         if not fits:
             return best
         size *= 2
-
-
-def return_large_blocks(device: torch.device) -> None:
-    """Let this process give large freed blocks back at once, where memory is the C heap's.
-
-    By default glibc keeps freed blocks of up to 32 MiB in a heap that optimizer state and
-    gradients then fill with holes: a fifth of a training run's peak. Other C libraries, and
-    accelerators with their own allocators, are left as they are.
-    """
-    if is_accelerator(device):
-        return
-    library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
 
 
 def memory_total(device: torch.device) -> int:

@@ -93,7 +93,6 @@ def open_session(
     recipe: Recipe, device: torch.device, *, resume: bool, progress: Progress | None
 ) -> Session:
     """Prepare data, build the step, and restore the newest whole checkpoint if ``resume``."""
-    devices.return_large_blocks(device)
     folder = RunFolder(Path(recipe.run.dir))
     splits = prepare(recipe.data, recipe.train.seed, progress)
     config = models.resolve(recipe.model, splits.facts)
