@@ -22,6 +22,7 @@ from megalith import models, optim, tasks
 from megalith.core import imports, seeds
 from megalith.layout.apply import apply
 from megalith.layout.precision import LossScale, Precision
+from megalith.layout.units import norms_with_statistics
 from megalith.optim import clip
 from megalith.recipe import Recipe
 from megalith.tasks import Batch, Task
@@ -80,9 +81,8 @@ class Step:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._statistics = [
             buffer
-            for module in self.model.modules()
-            if getattr(module, "track_running_stats", False)
-            for buffer in module.buffers(recurse=False)
+            for norm in norms_with_statistics(self.model)
+            for buffer in norm.buffers(recurse=False)
         ]
 
     def backward(self, micro_batches: Sequence[Batch]) -> Measured:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megalith.core import seeds
+from megalith.core.closing import Closing
 from megalith.core.errors import DataError
 from megalith.data.order import sample_ids
 
@@ -26,7 +26,7 @@ Batch = dict[str, Tensor]
 _AHEAD = 1024  # ordinals whose order is computed at once
 
 
-class Loader:
+class Loader(Closing):
     """Micro-batches without end: stacked samples, and ``"sample"``, [batch] int64, their indices.
 
     An iterator goes on where the loader stands. Use it as a context, or :meth:`close` it, to end
@@ -94,17 +94,6 @@ class Loader:
     def close(self) -> None:
         """End the workers; iterating again starts new ones."""
         self._batches = None
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Ordinals:

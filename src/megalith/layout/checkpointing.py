@@ -20,6 +20,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from megalith.layout.units import norms_with_statistics
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _EXPENSIVE = (
@@ -50,7 +52,7 @@ def apply(units: dict[str, nn.Module], mode: Literal["none", "selective", "full"
 
 def _recomputed(unit: nn.Module, kept: frozenset[Any] | None) -> Callable[..., Any]:
     inner = unit.forward
-    norms = [m for m in unit.modules() if getattr(m, "track_running_stats", False)]
+    norms = norms_with_statistics(unit)
     plain: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if kept is not None:
         plain["context_fn"] = partial(_selective, kept)

@@ -26,3 +26,8 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList) and not inside:
             found |= {f"{name}.{index}".lstrip("."): item for index, item in enumerate(module)}
     return found
+
+
+def norms_with_statistics(module: nn.Module) -> list[nn.Module]:
+    """The parts of ``module`` that keep running statistics, such as batch norms."""
+    return [part for part in module.modules() if getattr(part, "track_running_stats", False)]

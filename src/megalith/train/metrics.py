@@ -20,16 +20,16 @@ import json
 import math
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
+from megalith.core.closing import Closing
 from megalith.core.imports import optional
 from megalith.core.runs import RunFolder, write_whole
 
 Kind = Literal["train", "validation", "event"]
 
 
-class MetricsWriter:
+class MetricsWriter(Closing):
     """Appends lines to a run's ``metrics.jsonl``.
 
     Each line is handed to the system before :meth:`write` returns: a process that is killed loses
@@ -79,17 +79,6 @@ class MetricsWriter:
         self._file.close()
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read_metrics(folder: RunFolder | Path) -> list[dict[str, Any]]:

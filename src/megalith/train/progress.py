@@ -7,8 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.core import units
+from megalith.core.closing import Closing
 
 
 def _loss(value: float) -> str:
@@ -40,7 +40,7 @@ _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
 _REDRAW = 0.1  # seconds between redraws of the live line, however fast the steps are
 
 
-class Progress:
+class Progress(Closing):
     """Says how a run is doing, as a live line or as plain lines.
 
     The live line needs a terminal; a pipe, ``NO_COLOR`` or ``TERM=dumb`` give one plain line for
@@ -101,17 +101,6 @@ class Progress:
         """Leave the last state on the screen and give the terminal back."""
         if self._live is not None:
             self._finish()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
