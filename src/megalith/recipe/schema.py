@@ -147,8 +147,8 @@ class TrainSection(Section):
     )
     micro_batch: int = derived(
         lambda data: data["global_batch"],
-        "global_batch",
-        "samples per forward pass",
+        "global_batch / ranks",
+        "samples per forward pass of a rank",
         unit="samples",
         gt=0,
     )
@@ -218,6 +218,64 @@ class OptimSection(Section):
     decay: float = option(0.2, "wsd: share of the updates that the last decay takes", gt=0, le=1)
 
 
+class LayoutSection(Section):
+    """How the run is spread; the product of the axes is the number of ranks."""
+
+    replicate: int = option(1, "copies of the model, each with its own samples", unit="ranks", gt=0)
+    shard: int = option(
+        1, "ranks with their own samples that share out one copy (ZeRO)", unit="ranks", gt=0
+    )
+    zero: Literal[1, 2, 3] = option(
+        3, "what shard shares out: 1 optimizer state, 2 gradients too, 3 weights too"
+    )
+    expert: int = option(
+        1, "ranks with their own samples that share out the experts", unit="ranks", gt=0
+    )
+    context: int = option(1, "ranks that share out each sequence", unit="ranks", gt=0)
+    exchange: Literal["gather", "all-to-all"] = option(
+        "gather", "context: every rank gets all keys and values, or the heads are swapped"
+    )
+    tensor: int = option(1, "ranks that share out each matrix", unit="ranks", gt=0)
+    sequence_parallel: bool = option(
+        True, "tensor: norms and dropouts work on a part of the sequence each"
+    )
+    pipeline: int = option(1, "ranks that share out the layers", unit="ranks", gt=0)
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = option(
+        "1f1b", "order of a pipeline's micro-batches"
+    )
+    stages: int = option(2, "interleaved: stages on each rank of the pipeline", unit="stages", gt=1)
+    cuts: list[str] = option(
+        [], "pipeline: name of the first part of each further stage; left out: cut by cost"
+    )
+    split: dict[str, Literal["column", "row"]] = option(
+        {}, "tensor, for a module of yours: how the linear layers of each name pattern are split"
+    )
+    offload: bool = option(False, "shard: weights, gradients and state wait on the host")
+    engine: Literal["own", "ddp"] = option(
+        "own", "replicate: this project's bucketed sums, or torch's DistributedDataParallel"
+    )
+    synchronised_norms: bool = option(
+        False, "batch norms take their statistics over all ranks' samples"
+    )
+    backend: str | None = option(
+        None, "torch.distributed backend; left out: the device's (nccl, gloo, ...)"
+    )
+    timeout: int = option(600, "a collective that takes longer ends the run", unit="seconds", gt=0)
+    restarts: int = option(
+        0, "how often the ranks of this machine start again after one of them has died", ge=0
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Processes in all."""
+        return self.data_ranks * self.context * self.tensor * self.pipeline
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of ranks, that get samples of their own."""
+        return self.replicate * self.shard * self.expert
+
+
 class EvaluateSection(Section):
     """Validation, early stopping and samples."""
 
@@ -258,6 +316,9 @@ class Recipe(Section):
     task: TaskSection = Field(default_factory=TaskSection, description="loss and metrics")
     train: TrainSection = Field(default_factory=TrainSection, description="the training run")
     optim: OptimSection = Field(default_factory=OptimSection, description="optimizer and schedule")
+    layout: LayoutSection = Field(
+        default_factory=LayoutSection, description="how the run is spread over ranks"
+    )
     evaluate: EvaluateSection = Field(
         default_factory=EvaluateSection, description="validation and early stopping"
     )
@@ -278,9 +339,27 @@ class Recipe(Section):
             raise ValueError(
                 f"data.sequence|{data.sequence} is longer than model.context {model.context}"
             )
+        self._batches_divide()
         if self.optim.warmup >= self.train.steps and self.optim.warmup:
             raise ValueError(
                 f"optim.warmup|{self.optim.warmup} updates leave nothing of "
                 f"train.steps {self.train.steps}"
             )
         return self
+
+    def _batches_divide(self) -> None:
+        """The global batch is a number of micro-batches on every rank; one each by default."""
+        ranks, batch, micro = (
+            self.layout.data_ranks,
+            self.train.global_batch,
+            self.train.micro_batch,
+        )
+        if "micro_batch" not in self.train.model_fields_set and batch % ranks == 0:
+            micro = batch // ranks
+            train = self.train.model_copy(update={"micro_batch": micro})
+            object.__setattr__(self, "train", train)
+        if batch % (micro * ranks):
+            raise ValueError(
+                f"train.global_batch|{batch} is not a multiple of micro_batch {micro} x "
+                f"{ranks} ranks that get samples of their own"
+            )
