@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import megalith
 from megalith import cli
+from megalith.cli import frame, runs
 from megalith.core.errors import TrainingError
 from megalith.recipe import load, parse
 
@@ -160,7 +161,7 @@ def test_doctor_prints_rows_as_json(monkeypatch) -> None:
 def test_the_defaults_of_generate_are_those_of_sampling() -> None:
     from megalith.generate import Sampling
 
-    given = inspect.signature(cli.generate).parameters
+    given = inspect.signature(runs.generate).parameters
     for name, parameter in inspect.signature(Sampling).parameters.items():
         assert (given[name].default or None) == (parameter.default or None), name
 
@@ -217,4 +218,4 @@ def test_a_resnet_run_is_exported_with_torchvisions_names(tmp_path, monkeypatch)
 
 
 def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
-    assert cli._printable("a\x1b[31m\r\nb\té") == "a�[31m�\nb\té"
+    assert frame.printable("a\x1b[31m\r\nb\té") == "a�[31m�\nb\té"
