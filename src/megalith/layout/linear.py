@@ -14,17 +14,49 @@ the same seed, whatever the number of ranks.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
+from torch.nn import functional as F
 
 from megalith.core.errors import MegalithError
+from megalith.layout import collectives
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """One rank's part of a linear layer; ``dim`` is the weight's dimension that is divided."""
+
+    dim: ClassVar[int]
+    divided: ClassVar[str]
+
+    def __init__(self, whole: nn.Linear, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        found = group if group is not None else dist.group.WORLD
+        if found is None:
+            raise MegalithError("no ranks to split over: call torch.distributed.init_process_group")
+        self.group = found
+        ranks, rank = dist.get_world_size(found), dist.get_rank(found)
+        size = whole.weight.shape[self.dim]
+        if size % ranks:
+            raise MegalithError(
+                f"{type(self).__name__}: {size} {self.divided} do not divide over {ranks} ranks"
+            )
+        self._first, self._size = rank * size // ranks, size // ranks
+        self.weight = nn.Parameter(self._part(whole.weight, self.dim))
+        self.bias = None
+        if whole.bias is not None:
+            self.bias = nn.Parameter(self._own_bias(whole.bias.detach()))
+
+    def _part(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.detach().narrow(dim, self._first, self._size).clone()
+
+    def _own_bias(self, bias: Tensor) -> Tensor:
+        return self._part(bias, 0)
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """``x @ weight.T + bias`` with the outputs split over the group.
 
     Args:
@@ -38,6 +70,8 @@ class ColumnParallelLinear(nn.Module):
         MegalithError: the outputs do not divide over the ranks.
     """
 
+    dim, divided = 0, "outputs"
+
     def __init__(
         self,
         in_features: int,
@@ -48,9 +82,8 @@ class ColumnParallelLinear(nn.Module):
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(nn.Linear(in_features, out_features, bias, dtype=dtype), group)
         self.gather_output = gather_output
-        self._keep(nn.Linear(in_features, out_features, bias, dtype=dtype), group)
 
     @classmethod
     def from_linear(
@@ -61,27 +94,15 @@ class ColumnParallelLinear(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> Self:
         """This rank's part of a layer that every rank holds whole."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.gather_output = gather_output
-        layer._keep(linear, group)
-        return layer
+        return _from_linear(cls, linear, group, gather_output=gather_output)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]``, the same on every rank, to the outputs."""
-        part = nn.functional.linear(_Copy.apply(x, self.group), self.weight, self.bias)  # pyright: ignore[reportArgumentType]
-        return _Gather.apply(part, self.group) if self.gather_output else part  # pyright: ignore[reportReturnType]
-
-    def _keep(self, whole: nn.Linear, group: dist.ProcessGroup | None) -> None:
-        self.group = _group(group)
-        rows = _part(whole.out_features, self.group, "ColumnParallelLinear", "outputs")
-        self.weight = nn.Parameter(whole.weight.detach()[rows].clone())
-        self.bias = None
-        if whole.bias is not None:
-            self.bias = nn.Parameter(whole.bias.detach()[rows].clone())
+        part = F.linear(collectives.copy(x, self.group), self.weight, self.bias)
+        return collectives.gather(part, part.ndim - 1, self.group) if self.gather_output else part
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """``x @ weight.T + bias`` with the inputs split over the group.
 
     The bias is whole on every rank and added once, after the sum.
@@ -97,6 +118,8 @@ class RowParallelLinear(nn.Module):
         MegalithError: the inputs do not divide over the ranks.
     """
 
+    dim, divided = 1, "inputs"
+
     def __init__(
         self,
         in_features: int,
@@ -107,9 +130,8 @@ class RowParallelLinear(nn.Module):
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(nn.Linear(in_features, out_features, bias, dtype=dtype), group)
         self.input_is_parallel = input_is_parallel
-        self._keep(nn.Linear(in_features, out_features, bias, dtype=dtype), group)
 
     @classmethod
     def from_linear(
@@ -120,101 +142,21 @@ class RowParallelLinear(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> Self:
         """This rank's part of a layer that every rank holds whole."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.input_is_parallel = input_is_parallel
-        layer._keep(linear, group)
-        return layer
+        return _from_linear(cls, linear, group, input_is_parallel=input_is_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, split or whole, to ``[..., out_features]``, the same on every rank."""
-        part = x if self.input_is_parallel else _Split.apply(x, self.group)
-        total: Tensor = _Sum.apply(nn.functional.linear(part, self.weight), self.group)  # pyright: ignore
+        part = x if self.input_is_parallel else collectives.split(x, x.ndim - 1, self.group)
+        total = collectives.total(F.linear(part, self.weight), self.group)
         return total if self.bias is None else total + self.bias
 
-    def _keep(self, whole: nn.Linear, group: dist.ProcessGroup | None) -> None:
-        self.group = _group(group)
-        columns = _part(whole.in_features, self.group, "RowParallelLinear", "inputs")
-        self.weight = nn.Parameter(whole.weight.detach()[:, columns].clone())
-        self.bias = None if whole.bias is None else nn.Parameter(whole.bias.detach().clone())
+    def _own_bias(self, bias: Tensor) -> Tensor:
+        return bias.clone()
 
 
-def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    found = group if group is not None else dist.group.WORLD
-    if found is None:
-        raise MegalithError("no ranks to split over: call torch.distributed.init_process_group")
-    return found
-
-
-def _part(size: int, group: dist.ProcessGroup, layer: str, what: str) -> slice:
-    """Which of ``size`` features this rank holds."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if size % ranks:
-        raise MegalithError(f"{layer}: {size} {what} do not divide over {ranks} ranks")
-    return slice(rank * size // ranks, (rank + 1) * size // ranks)
-
-
-def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # Gathered along the first dimension, which is whole in memory, and moved to the last.
-    pieces = collectives.all_gather_single(x.movedim(-1, 0).contiguous(), 0, group)
-    return collectives.wait_tensor(pieces).movedim(0, -1).contiguous()
-
-
-def _split(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    part = _part(x.shape[-1], group, "RowParallelLinear", "inputs")
-    return x[..., part].contiguous()
-
-
-class _Copy(torch.autograd.Function):
-    """The same input on every rank; each rank has a part of its gradient, so they are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        return _sum(grad, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over ranks; the gradient of a sum is the same for every term."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """All pieces of the last dimension; each rank's piece gets its own part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        return _split(grad, ctx.group), None
-
-
-class _Split(torch.autograd.Function):
-    """This rank's piece of the last dimension; the whole gradient is gathered from all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _split(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        return _gather(grad, ctx.group), None
+def _from_linear(kind: type[Any], linear: nn.Linear, group: Any, **options: Any) -> Any:
+    layer = kind.__new__(kind)
+    _ParallelLinear.__init__(layer, linear, group)
+    for name, value in options.items():
+        setattr(layer, name, value)
+    return layer
