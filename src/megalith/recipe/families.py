@@ -80,6 +80,38 @@ class DecoderConfig(Section):
     qkv_bias: bool = option(True, "bias in the query, key and value projections")
     output_bias: bool = option(True, "bias in the attention's output projection")
     mlp_bias: bool = option(True, "bias in the feed-forward part")
+    experts: int = option(
+        0, "feed-forward parts per layer of which each token sees a few; 0: one for all", ge=0
+    )
+    experts_per_token: int = option(2, "experts that each token sees", gt=0)
+    expert_hidden: int = derived(
+        lambda data: data["hidden"], "hidden", "inner size of one expert", unit="features", gt=0
+    )
+    shared_hidden: int = option(
+        0, "inner size of an expert that every token sees besides; 0: none", unit="features", ge=0
+    )
+    dense_layers: int = option(0, "layers at the beginning that have no experts", ge=0)
+    router_normalise: bool = derived(
+        lambda data: data["experts_per_token"] > 1,
+        "with more than one expert per token",
+        "the weights of a token's experts are scaled to the sum 1",
+    )
+    balance_by: Literal["loss", "bias"] = option(
+        "loss", "what keeps experts equally busy: a loss, or a bias on the router's choice"
+    )
+    balance: float = derived(
+        lambda data: 0.01 if data["balance_by"] == "loss" else 0.0,
+        "0.01, and 0 with a bias",
+        "factor on the load-balance loss of each token and layer; 0: none",
+        ge=0,
+    )
+    bias_rate: float = option(0.001, "bias: how far it moves in an update", gt=0)
+    capacity: float | None = option(
+        None,
+        "in training an expert takes at most this times its fair share of a sequence's tokens, "
+        "the first ones; left out: all",
+        gt=0,
+    )
     tied: bool = option(True, "the head shares the embedding's weight")
     window: int | None = option(
         None,
@@ -116,6 +148,32 @@ class DecoderConfig(Section):
             )
         if self.positions == "learned" and self.rope_scaling.kind != "none":
             raise ValueError('rope_scaling|needs positions = "rope"')
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> DecoderConfig:
+        if not self.experts:
+            idle = {"shared_hidden": 0, "dense_layers": 0, "balance_by": "loss", "capacity": None}
+            for name, default in idle.items():
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name}|needs experts")
+            return self
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token|{self.experts_per_token} are more than the {self.experts} "
+                "experts"
+            )
+        if self.router_normalise and self.experts_per_token == 1:
+            raise ValueError(
+                "router_normalise|with one expert per token its weight would always be 1, and the "
+                "router would not learn; leave it out"
+            )
+        if self.mlp_bias:
+            raise ValueError("mlp_bias|experts have no biases; set it to false")
+        if self.dense_layers >= self.layers:
+            raise ValueError(
+                f"dense_layers|{self.dense_layers} of {self.layers} layers leave none for experts"
+            )
         return self
 
 

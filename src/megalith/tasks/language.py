@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from megalith.models.decoder.model import Decoder
 from megalith.tasks.base import IGNORE, Batch, Loss
 from megalith.tasks.cross_entropy import cross_entropy, linear_cross_entropy
 
@@ -41,7 +42,10 @@ class Language:
         return (batch["targets"] != IGNORE).sum()
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """The summed loss; logits are not materialised where the model takes a ``head``."""
+        """The summed loss; logits are not materialised where the model takes a ``head``.
+
+        In training a mixture of experts adds its balance loss, which is also among the sums.
+        """
         inputs = {k: batch[k] for k in ("documents", "positions") if k in batch}
         targets = batch["targets"]
         if self.user_loss is None and _takes_head(model):
@@ -60,7 +64,13 @@ class Language:
             output = model(batch["tokens"], **inputs)
             logits = getattr(output, "logits", output)
             total = self._from_logits(logits, targets)
-        return Loss(total, {"bytes": batch["bytes"].sum()} if "bytes" in batch else {})
+        sums = {"bytes": batch["bytes"].sum()} if "bytes" in batch else {}
+        if isinstance(model, Decoder) and model.balance is not None:
+            # Taken from the model, which could not be copied with a graph in it.
+            balance, model.balance = model.balance, None
+            total = total + balance
+            sums["balance"] = balance.detach()
+        return Loss(total, sums)
 
     def summary(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean loss in nats per token, perplexity, and bits per byte of the text."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megalith.core.errors import MegalithError, RecipeError
 from megalith.models.decoder.attention import core
 from megalith.models.decoder.cache import KeyValueCache, LayerCache
+from megalith.models.decoder.moe import MoE, mixtures, total
 from megalith.models.layers import FeedForward, RMSNorm, norm, rotary_tables, rotate
 from megalith.recipe.families import DecoderConfig
 
@@ -88,7 +89,10 @@ class Block(nn.Module):
         self.attention_norm = norm(config.norm, config.width, config.norm_eps)
         self.attention = Attention(config, layer)
         self.mlp_norm = norm(config.norm, config.width, config.norm_eps)
-        self.mlp = FeedForward(config.width, config.hidden, config.activation, config.mlp_bias)
+        if config.experts and layer >= config.dense_layers:
+            self.mlp = MoE(config)
+        else:
+            self.mlp = FeedForward(config.width, config.hidden, config.activation, config.mlp_bias)
 
     def forward(
         self,
@@ -97,7 +101,7 @@ class Block(nn.Module):
         sin: Tensor | None,
         mask: Tensor | None,
         cache: LayerCache | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor | None, Tensor]:
         """Run the block.
 
         Args:
@@ -108,11 +112,16 @@ class Block(nn.Module):
             cache: this block's part of a :class:`KeyValueCache`.
 
         Returns:
-            ``[batch, seq, width]``.
+            ``[batch, seq, width]``; with experts and in training, the balance loss and the load
+            of :meth:`MoE.forward` besides.
         """
         mixed = self.attention(self.attention_norm(hidden), cos, sin, mask, cache)
         hidden = hidden + F.dropout(mixed, self.dropout, self.training)
         mixed = self.mlp(self.mlp_norm(hidden))
+        if isinstance(mixed, tuple):
+            mixed, balance, load = mixed
+            hidden = hidden + F.dropout(mixed, self.dropout, self.training)
+            return (hidden, balance, load) if self.training else hidden
         return hidden + F.dropout(mixed, self.dropout, self.training)
 
 
@@ -121,6 +130,10 @@ class Decoder(nn.Module):
 
     A tied head is no second parameter: ``head`` is then ``None`` and :attr:`head_weight` is the
     embedding's, so that nothing (sharding, saving, quantising) can untie the two.
+
+    Attributes:
+        balance: in training, the sum of the last forward's balance losses, with its graph; or
+            ``None``: evaluation, or nothing to balance.
 
     Raises:
         RecipeError: ``config.vocab`` is not known yet, or ``model.attention`` is not usable.
@@ -139,6 +152,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = norm(config.norm, config.width, config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.width, config.vocab, bias=False)
+        self.balance: Tensor | None = None
 
     @property
     def head_weight(self) -> Tensor:
@@ -221,11 +235,17 @@ class Decoder(nn.Module):
             window: attention_mask(seq, past, window, documents, seen, tokens.device)
             for window in dict.fromkeys(windows)
         }
+        balances: list[Tensor | None] = []
         for index, (block, window) in enumerate(zip(self.blocks, windows, strict=True)):
             layer = None if cache is None else cache.layers[index]
             if layer is not None:
                 layer.window = window
             hidden = block(hidden, cos, sin, masks[window], layer)
+            if isinstance(hidden, tuple):
+                hidden, balance, load = hidden
+                balances.append(balance)
+                cast(MoE, block.mlp).observe(load)
+        self.balance = total(balances)
         hidden = self.norm(hidden)
         if head is not None:
             return head(hidden, self.head_weight)
@@ -250,9 +270,15 @@ class Decoder(nn.Module):
             tensor.fill_(1.0)
         else:
             std = self.config.init_std
-            if name.endswith(("attention.output.weight", "mlp.down.weight")):
+            if name.endswith(("attention.output.weight", "down.weight", "experts.down")):
                 std /= math.sqrt(2 * self.config.layers)
             tensor.normal_(0.0, std, generator=generator)
+
+    def init_buffers(self) -> None:
+        """No expert is preferred."""
+        for part in mixtures(self):
+            if part.bias is not None:
+                part.bias.zero_()
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         config = self.config
