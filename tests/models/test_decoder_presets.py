@@ -34,6 +34,8 @@ RELEASED = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 # Brown et al. 2020, table 2.1: rounded, and never released.
 ROUNDED = {

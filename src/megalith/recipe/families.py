@@ -155,7 +155,7 @@ class DecoderConfig(Section):
         if not self.experts:
             idle = {"shared_hidden": 0, "dense_layers": 0, "balance_by": "loss", "capacity": None}
             for name, default in idle.items():
-                if getattr(self, name) != default:
+                if getattr(self, name) != default and self.path is None:
                     raise ValueError(f"{name}|needs experts")
             return self
         if self.experts_per_token > self.experts:

@@ -42,6 +42,19 @@ _LLAMA = {
     "model.layers.#.mlp.up_proj": ("blocks.#.mlp.up",),
     "model.layers.#.mlp.down_proj": ("blocks.#.mlp.down",),
 }
+# Experts (the last #) are tensors of their own there, and slices of one stack here.
+_QWEN_EXPERTS = {
+    "model.layers.#.mlp.gate": ("blocks.#.mlp.router",),
+    "model.layers.#.mlp.experts.#.gate_proj": ("blocks.#.mlp.experts.gate",),
+    "model.layers.#.mlp.experts.#.up_proj": ("blocks.#.mlp.experts.up",),
+    "model.layers.#.mlp.experts.#.down_proj": ("blocks.#.mlp.experts.down",),
+}
+_MIXTRAL_EXPERTS = {
+    "model.layers.#.block_sparse_moe.gate": ("blocks.#.mlp.router",),
+    "model.layers.#.block_sparse_moe.experts.#.w1": ("blocks.#.mlp.experts.gate",),
+    "model.layers.#.block_sparse_moe.experts.#.w3": ("blocks.#.mlp.experts.up",),
+    "model.layers.#.block_sparse_moe.experts.#.w2": ("blocks.#.mlp.experts.down",),
+}
 _GPT2 = {
     "transformer.wte": ("embedding",),
     "transformer.wpe": ("positions",),
@@ -64,11 +77,18 @@ class Rule:
 
     Attributes:
         transposed: GPT-2 keeps its matrices as ``[in, out]`` (``Conv1D``).
+        expert: the tensor is this slice of ours.
     """
 
     theirs: str
     ours: tuple[str, ...]
-    transposed: bool
+    transposed: bool = False
+    expert: int | None = None
+
+    def of(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        """Our tensors, as views."""
+        found = [parameters[name].detach() for name in self.ours]
+        return found if self.expert is None else [stack[self.expert] for stack in found]
 
 
 def rules(kind: str, parameters: Mapping[str, Tensor]) -> list[Rule]:
@@ -83,8 +103,17 @@ def rules(kind: str, parameters: Mapping[str, Tensor]) -> list[Rule]:
     layers = 1 + max(
         (int(name.split(".")[1]) for name in parameters if name.startswith("blocks.")), default=-1
     )
-    for theirs, ours in (_GPT2 if kind == "gpt2" else _LLAMA).items():
+    for theirs, ours in _names(kind).items():
         for layer in range(layers) if "#" in theirs else (0,):
+            if theirs.count("#") > 1:
+                names = tuple(name.replace("#", str(layer)) for name in ours)
+                stack = parameters.get(names[0], ())
+                place = theirs.replace("#", str(layer), 1) + ".weight"
+                found += [
+                    Rule(place.replace("#", str(expert)), names, expert=expert)
+                    for expert in range(len(stack))
+                ]
+                continue
             for leaf in ("weight", "bias"):
                 names = tuple(f"{name}.{leaf}".replace("#", str(layer)) for name in ours)
                 if names[0] not in parameters:
@@ -95,6 +124,11 @@ def rules(kind: str, parameters: Mapping[str, Tensor]) -> list[Rule]:
     if homeless:
         raise CheckpointError(f"'{min(homeless)}' has no place in Hugging Face's layout ({kind})")
     return found
+
+
+def _names(kind: str) -> dict[str, tuple[str, ...]]:
+    further = {"mixtral": _MIXTRAL_EXPERTS, "qwen3_moe": _QWEN_EXPERTS}
+    return _GPT2 if kind == "gpt2" else _LLAMA | further.get(kind, {})
 
 
 @torch.no_grad()
@@ -122,8 +156,7 @@ def load_weights(module: nn.Module, config: DecoderConfig) -> None:
         for theirs, rule in wanted.items():
             name = stored[theirs]
             tensor = _read(opened[files[name]], name, folder / files[name])
-            targets = [parameters[ours] for ours in rule.ours]
-            _copy(f"{folder}: '{name}'", tensor, targets, rule.transposed)
+            _copy(f"{folder}: '{name}'", tensor, rule.of(parameters), rule.transposed)
         if tied:
             pair = [
                 _read(opened[files[name]], name, folder / files[name])
@@ -154,9 +187,12 @@ def save_pretrained(
 
     Raises:
         RecipeError: no model of ``transformers`` has this combination of settings.
-        CheckpointError: a parameter has no place in the layout.
+        CheckpointError: a parameter, or a learned bias of a router, has no place in the layout.
     """
     folder = Path(folder)
+    for name, buffer in module.named_buffers():
+        if name.endswith(".mlp.bias") and buffer.any():
+            raise CheckpointError(f"'{name}' has no place in Hugging Face's layout")
     parameters = dict(module.named_parameters())
     content = to_json(config)
     dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
@@ -195,9 +231,11 @@ def _shards(
     shard: dict[str, Tensor] = {}
     size = 0
     for rule in found:
-        parts = [parameters[name].detach().cpu() for name in rule.ours]
+        parts = [part.cpu() for part in rule.of(parameters)]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         tensor = (tensor.t() if rule.transposed else tensor).contiguous()
+        if rule.expert is not None:
+            tensor = tensor.clone()  # safetensors refuses views of one memory
         if shard and size + tensor.nbytes > limit:
             yield shard
             shard, size = {}, 0
@@ -252,7 +290,7 @@ def _same_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
         raise CheckpointError(f"{folder}: tensors are not those of the model: {'; '.join(wrong)}")
 
 
-def _copy(what: str, tensor: Tensor, targets: list[nn.Parameter], transposed: bool) -> None:
+def _copy(what: str, tensor: Tensor, targets: list[Tensor], transposed: bool) -> None:
     rows = [target.shape[0] for target in targets]
     expected = [sum(rows), *targets[0].shape[1:]]
     expected = expected[::-1] if transposed else expected

@@ -19,6 +19,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -26,8 +28,11 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "relu": "relu",
 }
+_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen3_moe": 4}
 # What does not change the function that the weights compute stays the user's to choose.
-_FREE = {"family", "preset", "path", "attention", "dropout", "init_std"}
+_FREE = {"family", "preset", "path", "attention", "dropout", "init_std"} | {
+    *("balance", "balance_by", "bias_rate", "capacity"),
+}
 
 
 def read_json(folder: Path) -> dict[str, Any]:
@@ -68,7 +73,8 @@ def read_config(config: DecoderConfig) -> DecoderConfig:
             raise RecipeError(
                 f"model.{name}: {value} contradicts {getattr(found, name)} in {file}; leave it out"
             )
-    return found.model_copy(update={k: v for k, v in given.items() if k in _FREE})
+    free = {k: v for k, v in given.items() if k in _FREE}
+    return found.model_copy(update={**free, "balance": config.balance})  # follows balance_by
 
 
 def from_json(raw: Mapping[str, Any], source: str = "config.json") -> DecoderConfig:
@@ -138,15 +144,32 @@ def to_json(config: DecoderConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": _scaling_to_json(config.rope_scaling),
     }
-    if kind == "mistral":
-        return common | {"sliding_window": config.window}
+    if kind in ("mistral", "mixtral"):
+        common |= {"sliding_window": config.window}
+    if kind == "mixtral":
+        common |= {
+            "intermediate_size": config.expert_hidden,
+            "num_local_experts": config.experts,
+            "num_experts_per_tok": config.experts_per_token,
+        }
+    if kind == "qwen3_moe":
+        common |= {
+            "use_sliding_window": config.window is not None,
+            "sliding_window": config.window,
+            "num_experts": config.experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.expert_hidden,
+            "norm_topk_prob": config.router_normalise,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(range(config.dense_layers)),
+        }
     if kind in ("qwen2", "qwen3"):
         common |= {
             "use_sliding_window": config.window is not None,
             "sliding_window": config.window,
             "max_window_layers": config.window_from if config.window else config.layers,
         }
-    if kind in ("llama", "qwen3"):
+    if kind in ("llama", "qwen3", "qwen3_moe"):
         common["attention_bias"] = config.qkv_bias
     if kind == "llama":
         common["mlp_bias"] = config.mlp_bias
@@ -189,9 +212,10 @@ def _llama_like(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise _Unsupported(f"hidden_act '{raw['hidden_act']}' is not supported")
     _only(raw, "partial_rotary_factor", 1.0)
     heads = raw["num_attention_heads"]
-    kv_heads = raw.get("num_key_value_heads", {"mistral": 8}.get(kind, heads))
+    kv_heads = raw.get("num_key_value_heads", _KV_HEADS.get(kind, heads))
     fallback = 128 if kind == "qwen3" else None
-    bias = kind == "qwen2" or bool(raw.get("attention_bias", False) and kind != "mistral")
+    biased = kind not in ("mistral", "mixtral") and raw.get("attention_bias", False)
+    bias = kind == "qwen2" or bool(biased)
     context = raw["max_position_embeddings"]
     window, window_from = _window(raw)
     return {
@@ -207,7 +231,7 @@ def _llama_like(raw: Mapping[str, Any]) -> dict[str, Any]:
         "norm": "rmsnorm",
         "norm_eps": raw.get("rms_norm_eps", 1e-6),
         "positions": "rope",
-        "qk_norm": kind == "qwen3",
+        "qk_norm": kind in ("qwen3", "qwen3_moe"),
         "qkv_bias": bias,
         "output_bias": bias and kind != "qwen2",
         "mlp_bias": kind == "llama" and bool(raw.get("mlp_bias", False)),
@@ -215,7 +239,35 @@ def _llama_like(raw: Mapping[str, Any]) -> dict[str, Any]:
         "window": window,
         "window_from": window_from,
         "init_std": raw.get("initializer_range", 0.02),
+        **_experts(raw),
         **_rope(raw, context),
+    }
+
+
+def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    kind = raw["model_type"]
+    if kind == "mixtral":
+        _only(raw, "router_jitter_noise", 0.0)
+        return {
+            "experts": raw.get("num_local_experts", 8),
+            "experts_per_token": raw.get("num_experts_per_tok", 2),
+            "expert_hidden": raw["intermediate_size"],
+            "router_normalise": True,
+        }
+    if kind != "qwen3_moe":
+        return {}
+    _only(raw, "decoder_sparse_step", 1)
+    dense = raw.get("mlp_only_layers") or []
+    if sorted(dense) != list(range(len(dense))):
+        raise _Unsupported("mlp_only_layers must be the first layers")
+    # transformers 5 calls the number of experts what Mixtral calls it, whatever the model.
+    experts = raw.get("num_experts", raw.get("num_local_experts", 128))
+    return {
+        "experts": experts,
+        "experts_per_token": raw.get("num_experts_per_tok", 8),
+        "expert_hidden": raw.get("moe_intermediate_size", 768),
+        "router_normalise": raw.get("norm_topk_prob", False),
+        "dense_layers": len(dense),
     }
 
 
@@ -224,6 +276,10 @@ def _window(raw: Mapping[str, Any]) -> tuple[int | None, int]:
     kind, layers = raw["model_type"], raw["num_hidden_layers"]
     if kind == "mistral":
         return raw.get("sliding_window", 4096), 0
+    if kind == "mixtral":
+        return raw.get("sliding_window"), 0
+    if kind == "qwen3_moe":  # every layer, or none
+        return (raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None), 0
     if kind == "llama" or not raw.get("use_sliding_window", False):
         return None, 0
     first = raw.get("max_window_layers", 28)
@@ -292,6 +348,8 @@ def _kind(config: DecoderConfig) -> str:
     """The model of ``transformers`` that has this combination of settings."""
     biases = (config.qkv_bias, config.output_bias, config.mlp_bias)
     whole = config.head_dim * config.heads == config.width
+    if config.experts:
+        return _kind_with_experts(config)
     if config.positions == "learned" and config.norm == "layernorm":
         plain = whole and config.kv_heads == config.heads and all(biases) and not config.qk_norm
         if plain and config.window is None and config.activation != "swiglu":
@@ -313,6 +371,25 @@ def _kind(config: DecoderConfig) -> str:
         f"model: no model of Hugging Face's has {settings}, {config.heads} heads "
         f"({config.kv_heads} for keys) of {config.head_dim} in a width of {config.width}"
     )
+
+
+def _kind_with_experts(config: DecoderConfig) -> str:
+    llama_like = config.norm == "rmsnorm" and config.activation == "swiglu"
+    if (
+        llama_like
+        and config.positions == "rope"
+        and not (config.shared_hidden or config.window_from)
+    ):
+        if config.qk_norm and config.qkv_bias == config.output_bias:
+            return "qwen3_moe"
+        biases = config.qkv_bias or config.output_bias
+        plain = not (config.qk_norm or config.dense_layers or biases)
+        if plain and config.router_normalise:
+            return "mixtral"
+    names = ("positions", "norm", "activation", "qk_norm", "qkv_bias", "output_bias")
+    names += ("shared_hidden", "dense_layers", "router_normalise", "window_from")
+    settings = ", ".join(f"{name}={getattr(config, name)}" for name in names)
+    raise RecipeError(f"model: no model of Hugging Face's has {config.experts} experts, {settings}")
 
 
 def _only(raw: Mapping[str, Any], key: str, value: Any) -> None:
