@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megalith import checkpoint
-from megalith.checkpoint import manifest, store
+from megalith.checkpoint import manifest
 from megalith.core.errors import CheckpointError
 from toys import ragged_batch, toy_step
 
 
 def save(folder: Path, step: int, loss: float | None = None) -> Path:
-    tensors = {"model": {"weight": torch.full((3, 4), float(step))}}
-    return checkpoint.save(folder, step, tensors, {"validation_loss": loss})
+    pieces = checkpoint.wholes({"weight": torch.full((3, 4), float(step))})
+    return checkpoint.save(folder, step, {"model": pieces}, {"validation_loss": loss})
 
 
 def steps(folder: Path) -> list[int]:
@@ -37,17 +37,18 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path):
     for a, b in zip(step.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)
     for part, named in checkpoint.tensors(step).items():
-        for name, tensor in named.items():
+        for name, piece in named.items():
             found = checkpoint.tensors(again)[part][name]
-            assert torch.equal(tensor, found), name
-            assert tensor.dtype == found.dtype
+            assert torch.equal(piece.tensor, found.tensor), name
+            assert piece.tensor.dtype == found.tensor.dtype
 
 
 def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     assert set(checkpoint.model_tensors(model)) == {"a.weight", "a.bias", "b.bias"}
-    path = checkpoint.save(tmp_path, 1, {"model": checkpoint.model_tensors(model)}, {})
+    pieces = checkpoint.wholes(checkpoint.model_tensors(model))
+    path = checkpoint.save(tmp_path, 1, {"model": pieces}, {})
     value = model["a"].weight.detach().clone()
     with torch.no_grad():
         model["a"].weight.zero_()
@@ -95,10 +96,10 @@ def test_a_crash_before_the_rename_leaves_nothing_that_looks_whole(
 ):
     save(tmp_path, 1)
 
-    def crash(folder: Path) -> None:
+    def crash(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store.manifest, "write", crash)
+    monkeypatch.setattr(manifest, "write", crash)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2)
     assert steps(tmp_path) == [1]
@@ -115,11 +116,12 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path):
 
 
 def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path):
-    path = checkpoint.save(tmp_path, 1, {"model": {"other": torch.zeros(2)}}, {})
+    pieces = checkpoint.wholes({"other": torch.zeros(2)})
+    path = checkpoint.save(tmp_path, 1, {"model": pieces}, {})
     with pytest.raises(CheckpointError, match="is missing in the"):
         checkpoint.load_model(torch.nn.Linear(2, 2), path)
-    tensors = {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}
-    path = checkpoint.save(tmp_path, 2, {"model": tensors}, {})
+    pieces = checkpoint.wholes({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)})
+    path = checkpoint.save(tmp_path, 2, {"model": pieces}, {})
     with pytest.raises(
         CheckpointError, match=r"'weight' has shape \[3, 2\], the model's is \[2, 2\]"
     ):

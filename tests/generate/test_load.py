@@ -39,9 +39,10 @@ def made_run(path: Path, losses: dict[int, float | None], ema: bool = False, **f
     run.recipe.write_text(dump(recipe))
     run.tokenizer.write_text(ByteTokenizer().to_json())
     for step, loss in losses.items():
-        tensors = {"model": checkpoint.model_tensors(weights(step, **fields))}
+        tensors = {"model": checkpoint.wholes(checkpoint.model_tensors(weights(step, **fields)))}
         if ema:
-            tensors["ema"] = dict(weights(step + 1000, **fields).named_parameters())
+            averaged = weights(step + 1000, **fields)
+            tensors["ema"] = checkpoint.wholes(dict(averaged.named_parameters()))
         checkpoint.save(run.checkpoints, step, tensors, {"validation_loss": loss})
     return path
 
@@ -168,7 +169,7 @@ def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
     }
     recipe = parse(image)
     RunFolder(run).recipe.write_text(dump(recipe))
-    tensors = {"model": checkpoint.model_tensors(models.build(recipe.model, 0))}
+    tensors = {"model": checkpoint.wholes(checkpoint.model_tensors(models.build(recipe.model, 0)))}
     checkpoint.save(run / "checkpoints", 1, tensors, {"validation_loss": None})
     assert "a ResNet, and only a Decoder generates" in one_line(run)
 
@@ -182,7 +183,7 @@ def test_weights_of_another_recipe_are_refused(tmp_path: Path) -> None:
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", {}, vocab=200)
-    tensors = {"model": checkpoint.model_tensors(weights(1, vocab=200))}
+    tensors = {"model": checkpoint.wholes(checkpoint.model_tensors(weights(1, vocab=200)))}
     checkpoint.save(run / "checkpoints", 1, tensors, {"validation_loss": None})
     assert "the model knows 200 ids" in one_line(run)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalith.checkpoint import store
+from megalith.checkpoint.read import Reader, load_into
+from megalith.checkpoint.store import Entry
 from megalith.core.errors import CheckpointError
+from megalith.layout.mesh import Mesh
+from megalith.layout.pieces import Piece, whole
 from megalith.step import Step
 
 
@@ -24,11 +28,19 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def tensors(step: Step) -> store.Tensors:
-    """Every tensor that decides how ``step`` goes on."""
-    parts = {"model": model_tensors(step.model), "optimizer": step.optimizers.state_tensors()}
+def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """Undivided tensors as pieces."""
+    return {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def tensors(step: Step) -> dict[str, dict[str, Piece]]:
+    """Every tensor that decides how ``step`` goes on, as this rank's pieces."""
+    parts = {
+        "model": wholes(model_tensors(step.model)),
+        "optimizer": wholes(step.optimizers.state_tensors()),
+    }
     if step.ema is not None:
-        parts["ema"] = step.ema.average
+        parts["ema"] = wholes(step.ema.average)
     return parts
 
 
@@ -40,25 +52,56 @@ def numbers(step: Step) -> dict[str, Any]:
     return state
 
 
-def restore(step: Step, entry: store.Entry) -> None:
-    """Put ``step`` where it was when ``entry`` was saved, bit for bit.
+def restore(step: Step, entry: Entry, mesh: Mesh | None = None) -> None:
+    """Put ``step`` where it was when ``entry`` was saved, bit for bit, whatever the layouts.
+
+    Args:
+        mesh: of ``step``; where its ranks hold different parameters, names that the checkpoint has
+            and this rank has not are no error.
 
     Raises:
         CheckpointError: the model is another one.
     """
-    load_model(step.model, entry.path)
-    names = set(step.optimizers.names.values())
-    saved = store.load(entry.path, "optimizer")
-    foreign = sorted({path.rpartition("/")[0] for path in saved} - names)
-    if foreign:
-        raise CheckpointError(f"{entry.path}: has optimizer state of '{foreign[0]}', not trained")
-    step.optimizers.load_state_tensors(saved)
-    if step.ema is not None:
-        step.ema.load(store.load(entry.path, "ema"))
+    parts = tensors(step)
+    alone = mesh is None or mesh.size == 1
+    for part in ("model", "ema"):
+        if part in parts:
+            load_into(entry.path, part, parts[part], names=parts[part] if alone else None)
+    _restore_optimizer(step, entry.path, parts, alone)
     step.done, step.skipped = entry.state["done"], entry.state["skipped"]
     if step.loss_scale is not None:
         step.loss_scale.scale = entry.state["loss_scale"]["scale"]
         step.loss_scale.good = entry.state["loss_scale"]["good"]
+
+
+def _restore_optimizer(
+    step: Step, path: Path, parts: Mapping[str, Mapping[str, Piece]], alone: bool
+) -> None:
+    """Into the state that is there; what the optimizer has not made yet is handed to it."""
+    here, trained = parts["optimizer"], set(step.optimizers.names.values())
+    made: dict[str, Tensor] = {}
+    with Reader(path, "optimizer") as reader:
+        for key in sorted(reader.saved):
+            name = key.rpartition("/")[0]
+            if name not in trained:
+                if alone:
+                    raise CheckpointError(f"{path}: has optimizer state of '{name}', not trained")
+                continue
+            spec, parameter = reader.saved[key].spec, parts["model"][name]
+            if key in here and spec.shape:
+                if here[key].shape != spec.shape:
+                    raise CheckpointError(
+                        f"{path}: '{key}' has shape {list(spec.shape)}, "
+                        f"the optimizer's is {list(here[key].shape)}"
+                    )
+                reader.copy(key, here[key])
+            elif spec.shape == tuple(parameter.shape) and spec.shape:
+                local = reader.empty(key, tuple(parameter.tensor.shape))
+                reader.copy(key, Piece(local, parameter.shape, parameter.start))
+                made[key] = local
+            else:
+                made[key] = reader.tensor(key)
+    step.optimizers.load_state_tensors(made)
 
 
 @torch.no_grad()
@@ -68,17 +111,11 @@ def load_model(model: nn.Module, path: Path, part: str = "model") -> None:
     Raises:
         CheckpointError: names or shapes differ.
     """
-    wanted, saved = model_tensors(model), store.load(path, part)
-    if part == "ema":
-        saved = store.load(path, "model") | saved
-    for name in wanted.keys() | saved.keys():
-        if name not in saved or name not in wanted:
-            where = "the checkpoint" if name not in saved else "the model"
-            raise CheckpointError(f"{path}: '{name}' is missing in {where}; another recipe's?")
-        if wanted[name].shape != saved[name].shape:
-            raise CheckpointError(
-                f"{path}: '{name}' has shape {list(saved[name].shape)}, "
-                f"the model's is {list(wanted[name].shape)}"
-            )
-    for name, tensor in wanted.items():
-        tensor.copy_(saved[name])
+    wanted = wholes(model_tensors(model))
+    averaged: set[str] = set()
+    if part == "ema":  # what is not averaged, such as running statistics, is the model's own
+        with Reader(path, part) as reader:
+            averaged = wanted.keys() & reader.saved.keys()
+        load_into(path, part, {name: wanted[name] for name in averaged}, names=wanted)
+    rest = {name: piece for name, piece in wanted.items() if name not in averaged}
+    load_into(path, "model", rest, names=wanted)

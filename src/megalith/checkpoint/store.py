@@ -1,31 +1,27 @@
-"""Checkpoints on disk: written whole or not at all, and only read when whole.
+"""The checkpoints of a run: which there are, which is whole, which are kept.
 
 ```
 checkpoints/step-00000100/
   model.safetensors  optimizer.safetensors  ema.safetensors   state.json  manifest.json
+checkpoints/step-00000200/                  saved by several ranks
+  model-rank-00000.safetensors  model-rank-00001.safetensors  ...   state.json  manifest.json
 ```
-
-A checkpoint is written under a temporary name, forced to disk, and renamed. A crash at any moment
-leaves either the old ones or one more.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+import torch
 
 from megalith.checkpoint import manifest
+from megalith.checkpoint.write import STATE, remove
 from megalith.core.errors import CheckpointError
-
-Tensors = dict[str, dict[str, Tensor]]
-"""Named tensors of each part: ``model``, ``optimizer``, ``ema``."""
+from megalith.layout.mesh import Mesh, single
 
 
 @dataclass(frozen=True)
@@ -47,64 +43,48 @@ class Entry:
         return sum(file.stat().st_size for file in self.path.iterdir())
 
 
-def save(checkpoints: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
-    """Write one checkpoint and return its folder; one of the same step is replaced."""
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    final = checkpoints / f"step-{step:08d}"
-    temporary = checkpoints / f".{final.name}.tmp"
-    _remove(temporary)
-    temporary.mkdir()
-    for part, named in tensors.items():
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
-        save_file(contiguous, temporary / f"{part}.safetensors", metadata={"format": "pt"})
-    (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n")
-    manifest.write(temporary)
-    if final.exists():
-        old = checkpoints / f".{final.name}.old"
-        _remove(old)
-        final.rename(old)
-        temporary.rename(final)
-        _remove(old)
-    else:
-        temporary.rename(final)
-    manifest.sync_folder(checkpoints)
-    return final
+def read_entry(path: Path) -> Entry:
+    """The checkpoint in ``path``; checksums are not looked at.
+
+    Raises:
+        CheckpointError: its manifest or its state cannot be read.
+    """
+    manifest.read(path)
+    try:
+        state = json.loads((path / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: '{STATE}' is missing or damaged") from error
+    number = path.name.removeprefix(".").removesuffix(".old").removeprefix("step-")
+    return Entry(path, int(number) if number.isdecimal() else state.get("done", 0), state)
 
 
 def entries(checkpoints: Path) -> list[Entry]:
     """The checkpoints with a readable state, oldest first; checksums are not looked at."""
     found = []
-    for path in sorted(checkpoints.glob("step-*")):
+    for path in [*checkpoints.glob("step-*"), *_set_aside(checkpoints)]:
         try:
-            manifest.read(path)
-            state = json.loads((path / "state.json").read_text())
-        except (OSError, json.JSONDecodeError, CheckpointError):
-            continue  # not whole: it was never finished, and is never used
-        found.append(Entry(path, int(path.name.removeprefix("step-")), state))
-    return found
-
-
-def newest_whole(checkpoints: Path) -> Entry | None:
-    """The newest checkpoint whose every byte is as it was written."""
-    for entry in reversed(entries(checkpoints)):
-        try:
-            manifest.verify(entry.path)
+            found.append(read_entry(path))
         except CheckpointError:
-            continue  # damaged: an older one may be whole
-        return entry
-    return None
+            continue  # not whole: it was never finished, and is never used
+    return sorted(found, key=lambda entry: entry.step)
 
 
-def load(path: Path, part: str, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of one part.
+def newest_whole(checkpoints: Path, mesh: Mesh | None = None) -> Entry | None:
+    """The newest checkpoint whose every byte is as it was written.
 
-    Raises:
-        CheckpointError: the checkpoint has no such part.
+    Args:
+        mesh: its ranks all call this, read a share of the files each, and get the same answer.
     """
-    file = path / f"{part}.safetensors"
-    if not file.exists():
-        raise CheckpointError(f"{path}: holds no '{part}' tensors")
-    return load_file(file, device=device)
+    mesh = mesh or single()
+    for entry in reversed(entries(checkpoints)):
+        damaged = 0
+        try:
+            manifest.verify(entry.path, mesh.rank, mesh.size)
+        except CheckpointError:
+            damaged = 1  # an older one may be whole
+        if not mesh.sum_(torch.tensor(damaged)):
+            return entry
+    return None
 
 
 def best(found: list[Entry]) -> Entry | None:
@@ -121,22 +101,26 @@ def prune(checkpoints: Path, keep: int) -> None:
     if top is not None:
         kept.add(top.path)
     for path in _leftovers(checkpoints):
-        _remove(path)
+        remove(path)
     for entry in found:
         if entry.path not in kept:
             # The manifest goes first: a half-removed checkpoint must not look whole.
             (entry.path / manifest.NAME).unlink()
-            _remove(entry.path)
+            remove(entry.path)
+
+
+def _set_aside(checkpoints: Path) -> list[Path]:
+    """Checkpoints whose replacement was about to get their name when the process died."""
+    return [
+        path
+        for path in checkpoints.glob(".step-*.old")
+        if not (checkpoints / path.name[1:].removesuffix(".old")).exists()
+    ]
 
 
 def _leftovers(checkpoints: Path) -> Iterator[Path]:
     yield from checkpoints.glob(".step-*.tmp")
-    yield from checkpoints.glob(".step-*.old")
+    yield from set(checkpoints.glob(".step-*.old")) - set(_set_aside(checkpoints))
     for path in checkpoints.glob("step-*"):
         if not (path / manifest.NAME).exists():
             yield path
-
-
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)

@@ -70,7 +70,7 @@ def load_run(
     recipe = load(run.recipe)
     entry = _chosen(run, step)
     model = _shell(recipe, torch.device(device))
-    averaged = (entry.path / "ema.safetensors").exists()
+    averaged = checkpoint.holds(entry.path, "ema")
     checkpoint.load_model(model, entry.path, "ema" if averaged else "model")
     return model.eval(), recipe
 
