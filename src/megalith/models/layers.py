@@ -15,6 +15,14 @@ from megalith.recipe.families import RopeScaling
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
 
 
+class Absent(nn.Module):
+    """Stands where a part is left out: a stage of a pipeline holds some of the parts only."""
+
+    def forward(self, x: Tensor, *rest: object, **options: object) -> Tensor:
+        """The input, as it is."""
+        return x
+
+
 class RMSNorm(nn.RMSNorm):
     """``x / rms(x) * weight`` (Zhang and Sennrich 2019) in the dtype of ``x``."""
 

@@ -18,7 +18,7 @@ from megalith.core.errors import MegalithError, RecipeError
 from megalith.models.decoder.attention import core
 from megalith.models.decoder.cache import KeyValueCache, LayerCache
 from megalith.models.decoder.moe import MoE, mixtures, total
-from megalith.models.layers import FeedForward, RMSNorm, norm, rotary_tables, rotate
+from megalith.models.layers import Absent, FeedForward, RMSNorm, norm, rotary_tables, rotate
 from megalith.recipe.families import DecoderConfig
 
 T = TypeVar("T")
@@ -134,6 +134,8 @@ class Decoder(nn.Module):
     Attributes:
         balance: in training, the sum of the last forward's balance losses, with its graph; or
             ``None``: evaluation, or nothing to balance.
+        mask: what builds attention masks, :func:`attention_mask`; a layout may put its own here.
+        project: what makes logits of hidden states and the head's weight, likewise.
 
     Raises:
         RecipeError: ``config.vocab`` is not known yet, or ``model.attention`` is not usable.
@@ -153,6 +155,8 @@ class Decoder(nn.Module):
         self.norm = norm(config.norm, config.width, config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.width, config.vocab, bias=False)
         self.balance: Tensor | None = None
+        self.mask = attention_mask
+        self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     @property
     def head_weight(self) -> Tensor:
@@ -167,6 +171,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        hidden: Tensor | None = None,
         head: None = None,
     ) -> Tensor: ...
 
@@ -178,6 +183,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        hidden: Tensor | None = None,
         head: Callable[[Tensor, Tensor], T],
     ) -> T: ...
 
@@ -188,6 +194,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        hidden: Tensor | None = None,
         head: Callable[[Tensor, Tensor], T] | None = None,
     ) -> Tensor | T:
         """Logits of the next token at every place.
@@ -198,12 +205,14 @@ class Decoder(nn.Module):
             documents: int64 ``[batch, seq]``; a token sees only earlier tokens of the same id.
             cache: see :mod:`megalith.models.decoder.cache`; filled by this call. With ``dynamic``
                 rotary scaling past the context, keys keep the rotation they were stored with.
+            hidden: ``[batch, seq, width]``, where the first blocks are elsewhere: what they returned.
             head: ``f(hidden, weight)``, called in place of ``hidden @ weight.T`` with
                 ``[batch, seq, width]`` and ``[vocab, width]``: a loss in chunks, or the last
                 token's logits alone, without logits of the whole sequence.
 
         Returns:
-            Logits ``[batch, seq, vocab]``, or what ``head`` returns.
+            Logits ``[batch, seq, vocab]``, or what ``head`` returns; where the last blocks are
+            elsewhere, the hidden states that they take.
 
         Raises:
             MegalithError: more tokens than learned positions; documents given to some calls only.
@@ -217,39 +226,39 @@ class Decoder(nn.Module):
             )
         if positions is None:
             positions = torch.arange(past, past + seq, device=tokens.device)[None]
-        hidden = self.embedding(tokens)
+        if hidden is None:
+            hidden = self._embed(tokens, positions)
         cos = sin = None
-        if self.positions is not None:
-            hidden = hidden + self.positions(positions)
-        else:
+        if self.positions is None:
             cos, sin = self._rotary(positions, hidden.dtype)
-        hidden = F.dropout(hidden, self.config.dropout, self.training)
 
         if cache is not None:
             if past and (documents is None) != (cache.documents is None):
                 raise MegalithError("documents must be given to every call with a cache or to none")
             cache.advance(seq, documents)
         seen = documents if cache is None else cache.documents
-        windows: list[int | None] = [cast(Block, block).window for block in self.blocks]
+        blocks = {i: cast(Block, b) for i, b in enumerate(self.blocks) if not isinstance(b, Absent)}
         masks = {
-            window: attention_mask(seq, past, window, documents, seen, tokens.device)
-            for window in dict.fromkeys(windows)
+            window: self.mask(seq, past, window, documents, seen, tokens.device)
+            for window in dict.fromkeys(block.window for block in blocks.values())
         }
         balances: list[Tensor | None] = []
-        for index, (block, window) in enumerate(zip(self.blocks, windows, strict=True)):
+        for index, block in blocks.items():
             layer = None if cache is None else cache.layers[index]
             if layer is not None:
-                layer.window = window
-            hidden = block(hidden, cos, sin, masks[window], layer)
+                layer.window = block.window
+            hidden = block(hidden, cos, sin, masks[block.window], layer)
             if isinstance(hidden, tuple):
                 hidden, balance, load = hidden
                 balances.append(balance)
                 cast(MoE, block.mlp).observe(load)
         self.balance = total(balances)
+        if isinstance(self.norm, Absent):
+            return hidden
         hidden = self.norm(hidden)
         if head is not None:
             return head(hidden, self.head_weight)
-        return F.linear(hidden, self.head_weight)
+        return self.project(hidden, self.head_weight)
 
     def init_weight(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill ``tensor`` in place with the initial value of the parameter ``name``.
@@ -279,6 +288,12 @@ class Decoder(nn.Module):
         for part in mixtures(self):
             if part.bias is not None:
                 part.bias.zero_()
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        if self.positions is not None:
+            hidden = hidden + self.positions(positions)
+        return F.dropout(hidden, self.config.dropout, self.training)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         config = self.config

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megalith.models.grouped import grouped
 from megalith.models.layers import FeedForward
 from megalith.recipe.families import DecoderConfig
 
@@ -252,31 +253,3 @@ def count(choices: Tensor, experts: int) -> Tensor:
     ids = torch.arange(experts, device=choices.device).expand(len(choices), experts)
     ends = torch.searchsorted(ordered, ids.contiguous(), right=True)
     return ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
-
-
-def grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Each group of rows by its own matrix: ``[n, in]``, ``[groups, out, in]`` to ``[n, out]``.
-
-    One grouped product where torch has one; in float64, or with rows that are no multiple of 16
-    bytes, a loop over the groups. Rows behind the last group come out undefined (here: zero).
-
-    Args:
-        counts: int64 ``[groups]``, rows of each.
-    """
-    device = rows.device.type
-    if torch.is_autocast_enabled(device):  # which does not know the grouped product
-        dtype = torch.get_autocast_dtype(device)
-        rows, weights = rows.to(dtype), weights.to(dtype)
-    if _fits(rows, weights):
-        ends = counts.cumsum(0).to(torch.int32)
-        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-    sizes: list[int] = counts.tolist()
-    *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
-    found = [F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)]
-    return torch.cat([*found, rest.new_zeros(len(rest), weights.shape[1])])
-
-
-def _fits(rows: Tensor, weights: Tensor) -> bool:
-    known = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    aligned = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])
-    return known and aligned and rows.dtype == weights.dtype
