@@ -89,7 +89,8 @@ class Saver:
             writing.result()
 
     def _write(self, step: int, parts: Parts, state: dict[str, Any]) -> None:
-        write.write_pieces(self._checkpoints, step, parts, self._mesh)
+        with write.reported(self._checkpoints, step, self._mesh):
+            write.write_pieces(self._checkpoints, step, parts, self._mesh)
         if self._mesh.main:
             write.finish(self._checkpoints, step, state, self._mesh, self._patience)
             self._prune()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def save(
     mesh = mesh or single()
     begin(checkpoints, step, mesh)
     final = path_of(checkpoints, step)
-    with Together(mesh, final):
+    with Together(mesh, final), reported(checkpoints, step, mesh):
         write_pieces(checkpoints, step, parts, mesh)
     with Together(mesh, final):
         if mesh.main:
@@ -98,6 +99,22 @@ def begin(checkpoints: Path, step: int, mesh: Mesh) -> None:
         _await([temporary], PATIENCE, mesh.rank)
 
 
+@contextmanager
+def reported(checkpoints: Path, step: int, mesh: Mesh) -> Iterator[None]:
+    """An error inside is also told to rank 0, which would else wait for this rank's listing.
+
+    Raises:
+        CheckpointError: instead of an ``OSError``.
+    """
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        said = f"{path_of(checkpoints, step)}: rank {mesh.rank} could not write it: {error}"
+        with suppress(OSError):  # the same full disk; rank 0 finds out by waiting
+            write_whole(_listing(_temporary(checkpoints, step), mesh.rank), json.dumps(said))
+        raise CheckpointError(said) from error
+
+
 def write_pieces(checkpoints: Path, step: int, parts: Parts, mesh: Mesh) -> None:
     """Write what this rank owns, and its listing. No other rank is needed for it."""
     temporary = _temporary(checkpoints, step)
@@ -141,6 +158,9 @@ def finish(
     listings = [_listing(temporary, rank) for rank in range(mesh.size)]
     _await(listings, patience, mesh.rank)
     read = [json.loads(listing.read_text()) for listing in listings]
+    for found in read:
+        if isinstance(found, str):
+            raise CheckpointError(found)
     files = {name: Written(**one) for found in read for name, one in found["files"].items()}
     tensors = catalogue.merge(catalogue.from_json(found["tensors"]) for found in read)
     catalogue.check(tensors)

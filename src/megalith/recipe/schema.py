@@ -298,6 +298,9 @@ class CheckpointSection(Section):
         100, "updates between checkpoints; 0: only at the end", unit="updates", ge=0
     )
     keep: int = option(2, "newest checkpoints kept; the best one is kept besides", gt=0)
+    asynchronous: bool = option(
+        False, "go on training while a copy in host memory is written; takes that much memory"
+    )
 
 
 class RunSection(Section):
