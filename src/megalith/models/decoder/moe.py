@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from megalith.models.grouped import grouped
+from megalith.models.grouped import grouped, grouped_after
 from megalith.models.layers import FeedForward
 from megalith.recipe.families import DecoderConfig
 
@@ -68,24 +67,16 @@ class Experts(nn.Module):
         inner = tuple(
             grouped(rows, weight, counts) for weight in (self.gate, self.up) if weight is not None
         )
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # As in the dense feed-forward part, what lies between the matrices is not kept.
-            mixed = checkpoint(
-                self._down, counts, *inner, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            mixed = self._down(counts, *inner)
+        # As in the dense feed-forward part, what lies between the matrices is not kept.
+        mixed = grouped_after(self._act, inner, self.down, counts)
         return mixed if valid is None else mixed.where(valid, 0)
 
-    def _down(self, counts: Tensor, inner: Tensor, factor: Tensor | None = None) -> Tensor:
+    def _act(self, inner: Tensor, factor: Tensor | None = None) -> Tensor:
         if factor is not None:
-            inner = F.silu(inner) * factor
-        elif self.activation == "relu":
-            inner = F.relu(inner)
-        else:
-            tanh = self.activation == "gelu_tanh"
-            inner = F.gelu(inner, approximate="tanh" if tanh else "none")
-        return grouped(inner, self.down, counts)
+            return F.silu(inner) * factor
+        if self.activation == "relu":
+            return F.relu(inner)
+        return F.gelu(inner, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
 
 class MoE(nn.Module):
