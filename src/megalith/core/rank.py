@@ -121,9 +121,9 @@ def _redirect(rank: int, log: int, outputs: tuple[Connection, Connection]) -> No
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.fileno() if rank == 0 else log, number)
         output.close()
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(line_buffering=True)
+    # A forked process may have inherited streams that lead elsewhere, such as a test's.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _environment(settings: Settings) -> None:
