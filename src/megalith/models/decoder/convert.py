@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from megalith.recipe.families import DecoderConfig
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 # Constants that older versions of transformers stored beside the weights.
 _CONSTANT = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
@@ -147,25 +148,59 @@ def load_weights(module: nn.Module, config: DecoderConfig) -> None:
     kind = read_json(folder)["model_type"]
     parameters = dict(module.named_parameters())
     wanted = {rule.theirs: rule for rule in rules(kind, parameters)}
-    files = _files(folder)
+    stored = locate(folder, kind, list(wanted))
     with ExitStack() as stack:
-        opened = {name: _open(stack, folder / name) for name in sorted(set(files.values()))}
-        stored = {_canonical(kind, name): name for name in files if not _CONSTANT.search(name)}
-        tied = "lm_head.weight" in stored and "lm_head.weight" not in wanted
-        _same_names(folder, set(wanted), set(stored) - ({"lm_head.weight"} if tied else set()))
+        opened = {
+            name: _open(stack, folder / name)
+            for name in sorted({place.file for place in stored.values()})
+        }
+
+        def read(theirs: str) -> Tensor:
+            place = stored[theirs]
+            return _read(opened[place.file], place.name, folder / place.file)
+
         for theirs, rule in wanted.items():
-            name = stored[theirs]
-            tensor = _read(opened[files[name]], name, folder / files[name])
-            _copy(f"{folder}: '{name}'", tensor, rule.of(parameters), rule.transposed)
-        if tied:
-            pair = [
-                _read(opened[files[name]], name, folder / files[name])
-                for name in (stored["lm_head.weight"], stored[next(iter(wanted))])
-            ]
-            if not torch.equal(*pair):
-                raise CheckpointError(
-                    f"{folder}: config.json ties the head to the embedding, but the two differ"
-                )
+            what = f"{folder}: '{stored[theirs].name}'"
+            _copy(what, read(theirs), rule.of(parameters), rule.transposed)
+        if HEAD in stored and HEAD not in wanted:
+            check_tie(folder, read(HEAD), read(next(iter(wanted))))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies: its file in the folder, and the name it has there."""
+
+    file: str
+    name: str
+
+
+def locate(folder: Path, kind: str, wanted: Sequence[str]) -> dict[str, Stored]:
+    """Where each tensor of a model of type ``kind`` lies.
+
+    Args:
+        wanted: their names, see :func:`rules`. A head that is stored although it is tied, and so
+            not wanted, is found all the same.
+
+    Raises:
+        CheckpointError: one is missing or unexpected, or there are no weights.
+    """
+    files = _files(folder)
+    stored = {_canonical(kind, name): name for name in files if not _CONSTANT.search(name)}
+    tied = {HEAD} if HEAD in stored and HEAD not in wanted else set()
+    _same_names(folder, set(wanted), set(stored) - tied)
+    return {theirs: Stored(files[name], name) for theirs, name in stored.items()}
+
+
+def check_tie(folder: Path, head: Tensor, embedding: Tensor) -> None:
+    """A head that is stored beside the embedding it is tied to must equal it.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if not torch.equal(head, embedding):
+        raise CheckpointError(
+            f"{folder}: config.json ties the head to the embedding, but the two differ"
+        )
 
 
 def save_pretrained(
