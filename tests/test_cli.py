@@ -33,6 +33,9 @@ VERBS = [
     ["recipe", "schema"],
     ["data", "prepare"],
     ["checkpoint", "ls"],
+    ["checkpoint", "verify"],
+    ["checkpoint", "convert"],
+    ["checkpoint", "consolidate"],
 ]
 
 

@@ -18,7 +18,7 @@ from megalith.checkpoint.tensorfile import DTYPES
 from megalith.core.errors import CheckpointError
 from megalith.layout.pieces import Piece, whole
 
-_MAPPED = 64 * 2**20
+_MAPPED = 32 * 2**20
 """Bytes read until the files are let go: what was read from a mapped file stays resident."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from megalith.checkpoint.store import Entry
 from megalith.core.errors import CheckpointError
 from megalith.layout.mesh import Mesh
 from megalith.layout.pieces import Piece, whole
-from megalith.step import Step
+
+if TYPE_CHECKING:
+    from megalith.step import Step
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
