@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalith import optim, step
 from megalith.layout.apply import apply
+from megalith.layout.mesh import single
 from megalith.layout.precision import LossScale, Precision
 from megalith.recipe import parse
 from megalith.tasks.language import Language
@@ -59,16 +60,16 @@ def toy_step(
     recipe = parse(values)
     torch.manual_seed(0)
     model = Toy(dropout=dropout).to(dtype)
-    apply(model, recipe.train)
     section = recipe.train
+    precision = Precision(section.precision, torch.device("cpu"))
     return step.Step(
-        model=model,
+        spread=apply(model, recipe.layout, single(), precision, section),
         task=task or Language(),
         optimizers=optim.build(recipe.optim, model),
         schedule=optim.build_schedule(recipe.optim, section.steps),
-        precision=Precision(section.precision, torch.device("cpu")),
+        precision=precision,
         clip=section.clip,
-        ema=optim.Ema(model, section.ema) if section.ema else None,
+        ema=optim.Ema(model.named_parameters(), section.ema) if section.ema else None,
         loss_scale=LossScale() if section.precision == "fp16" else None,
         seed=section.seed,
     )

@@ -153,9 +153,7 @@ class _Scatter(torch.autograd.Function):
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, whole: int, divided: int, group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, whole: int, divided: int, group: dist.ProcessGroup) -> Tensor:
         ctx.whole, ctx.divided, ctx.group = whole, divided, group
         return swap_now(x, whole, divided, group)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,18 @@ class Piece:
 def whole(tensor: Tensor) -> Piece:
     """A tensor that is not divided."""
     return Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be a ``DTensor``, as a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def offset(tensor: Tensor) -> tuple[int, ...]:
+    """Where :func:`local` begins in the tensor."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(start)

@@ -98,5 +98,10 @@ def initialise(module: Any, seed: int, only: Collection[str] | None = None) -> N
         parameter.copy_(host)
 
 
+def brings_weights(config: ModelConfig) -> bool:
+    """Whether the weights come from a file or from the user's own code, all at once."""
+    return isinstance(config, FactoryModel) or config.path is not None
+
+
 def _family(config: ModelConfig) -> Any:
     return importlib.import_module(f"megalith.models.{config.family}")

@@ -8,17 +8,23 @@ import torch
 from torch import Tensor
 
 
-def total_norm(parameters: Iterable[Tensor]) -> Tensor:
+def total_norm(grads: Iterable[Tensor]) -> Tensor:
     """Euclidean norm over all gradients, before any clipping; a scalar."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    return torch.nn.utils.get_total_norm(grads)
+    return torch.nn.utils.get_total_norm(list(grads))
 
 
-def clip_(parameters: Iterable[Tensor], norm: Tensor, limit: float) -> None:
+def clip_(grads: Iterable[Tensor], norm: Tensor, limit: float) -> None:
     """Scale gradients in place by ``min(1, limit / norm)`` (Pascanu et al. 2013, algorithm 1)."""
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    grads = list(grads)
+    if grads:
+        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
 
 
 def nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Names of the parameters whose gradient holds an infinity or a NaN."""
-    return [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
+    return [name for name, p in named if p.grad is not None and not _finite(p.grad)]
+
+
+def _finite(grad: Tensor) -> bool:
+    part = grad.to_local() if hasattr(grad, "to_local") else grad  # of a DTensor, this rank's
+    return bool(part.isfinite().all())

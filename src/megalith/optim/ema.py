@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Ema:
@@ -15,13 +15,13 @@ class Ema:
     The first updates use ``min(decay, (1 + n) / (10 + n))`` so that the start is soon forgotten.
 
     Args:
-        model: its trainable parameters are averaged, float32.
+        named: the model's parameters; the trainable ones are averaged.
         decay: between 0 and 1.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]], decay: float) -> None:
         self.decay = decay
-        self._weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._weights = {n: p for n, p in named if p.requires_grad}
         self.average = {n: p.detach().clone() for n, p in self._weights.items()}
 
     @torch.no_grad()
@@ -46,6 +46,10 @@ class Ema:
         finally:
             self._swap()
 
+    @torch.no_grad()
     def _swap(self) -> None:
+        # By copying: a sharded parameter's memory is known to what gathers it.
         for name, weight in self._weights.items():
-            weight.data, self.average[name] = self.average[name], weight.data
+            held = weight.detach().clone()
+            weight.copy_(self.average[name])
+            self.average[name].copy_(held)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megalith.core import imports
 from megalith.core.errors import RecipeError
-from megalith.layout.units import units
+from megalith.layout.units import models, named_parameters, units
 from megalith.recipe.schema import OptimSection
 
 Group = dict[str, Any]
@@ -97,7 +98,7 @@ def build(section: OptimSection, model: nn.Module) -> Optimizers:
     Raises:
         RecipeError: a group's pattern matches no parameter, or your factory's arguments are off.
     """
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    names: dict[Tensor, str] = {p: n for n, p in named_parameters(model) if p.requires_grad}
     if not names:
         raise RecipeError("model: no parameter requires a gradient, so there is nothing to train")
     groups = _groups(section, model, names)
@@ -122,7 +123,8 @@ def _built_in(
                 lr=section.lr,
                 momentum=section.momentum,
                 nesterov=section.nesterov,
-                fused=True,
+                # torch has no fused rule for sharded tensors here; it has for AdamW.
+                fused=not any(isinstance(p, DTensor) for g in groups for p in g["params"]),
                 **section.args,
             )
         ]
@@ -170,10 +172,10 @@ def _allocate(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _groups(section: OptimSection, model: nn.Module, names: dict[Tensor, str]) -> list[Group]:
-    """Parameters by (learning rate, decay), in the model's order."""
+    """Parameters by (learning rate, decay) and by what divides them, in the model's order."""
     undecayed = set() if section.decay_all else _undecayed(model)
     unused = {group.match for group in section.groups}
-    found: dict[tuple[float, float], list[Tensor]] = {}
+    found: dict[tuple[float, float, Any], list[Tensor]] = {}
     for parameter, name in names.items():
         lr = section.lr
         decay = 0.0 if parameter in undecayed else section.weight_decay
@@ -183,7 +185,9 @@ def _groups(section: OptimSection, model: nn.Module, names: dict[Tensor, str]) -
                 lr = group.lr if group.lr is not None else lr
                 decay = group.weight_decay if group.weight_decay is not None else decay
                 break
-        found.setdefault((lr, decay), []).append(parameter)
+        # Fused updates work on tensors of one kind and one device mesh at a time.
+        kind = getattr(parameter, "device_mesh", None)
+        found.setdefault((lr, decay, kind), []).append(parameter)
     if unused:
         example = next(iter(names.values()))
         raise RecipeError(
@@ -191,14 +195,15 @@ def _groups(section: OptimSection, model: nn.Module, names: dict[Tensor, str]) -
         )
     return [
         {"params": parameters, "lr": lr, "weight_decay": decay}
-        for (lr, decay), parameters in found.items()
+        for (lr, decay, _), parameters in found.items()
     ]
 
 
 def _undecayed(model: nn.Module) -> set[Tensor]:
     """Vectors (norms, biases) and every weight that an embedding looks up."""
-    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {p for p in model.parameters() if p.ndim < 2} | embeddings
+    modules = [module for part in models(model) for module in part.modules()]
+    embeddings = {m.weight for m in modules if isinstance(m, nn.Embedding)}
+    return {p for m in modules for p in m.parameters(recurse=False) if p.ndim < 2} | embeddings
 
 
 def _split_for_muon(groups: list[Group], model: nn.Module) -> tuple[list[Group], list[Group]]:

@@ -36,6 +36,10 @@ class Loss:
 class Task(Protocol):
     """What a model is asked to do.
 
+    A pipeline needs two attributes more: ``sums``, the names that :attr:`Loss.sums` may have, and
+    ``inputs(batch) -> (args, kwargs)``, what :meth:`loss` calls the model with. Context parallelism
+    needs ``sequences``, the names of the batch's tensors ``[batch, sequence]``.
+
     Attributes:
         item: what :meth:`count` counts, in the plural, such as ``"tokens"``; for messages.
     """

@@ -32,10 +32,15 @@ class Classify:
     """
 
     item = "images"
+    sums = ("correct", "correct5")
 
     def __init__(self, label_smoothing: float = 0.0, loss: UserLoss | None = None) -> None:
         self.label_smoothing = label_smoothing
         self.user_loss = loss
+
+    def inputs(self, batch: Batch) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+        """What the model is called with."""
+        return (batch["image"],), {}
 
     def count(self, batch: Batch) -> Tensor:
         """Valid targets of the batch."""
@@ -49,7 +54,8 @@ class Classify:
         Raises:
             RecipeError: the user's loss returned something other than a scalar.
         """
-        outputs = model(batch["image"])
+        args, _ = self.inputs(batch)
+        outputs = model(*args)
         logits = getattr(outputs, "logits", outputs)
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()

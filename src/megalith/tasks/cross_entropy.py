@@ -21,7 +21,7 @@ _CHUNK_LOGITS = 1 << 24
 _ALIGN = 32
 """Rows of logits are padded to a multiple of this: matmuls into rows of odd length are slower."""
 
-_HALF_SCALE = 1024.0
+HALF_SCALE = 1024.0
 """Keeps softmax probabilities above float16's smallest number; a power of two, so exact."""
 
 
@@ -54,10 +54,8 @@ def linear_cross_entropy(
     Returns:
         float32 scalar (float64 for float64 inputs).
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if _autocast(hidden) else hidden.dtype
     total: Tensor = _LinearCrossEntropy.apply(  # pyright: ignore[reportAssignmentType]
-        hidden.flatten(0, -2).to(dtype),
+        hidden.flatten(0, -2).to(matmul_dtype(hidden)),
         weight,
         targets.flatten(),
         label_smoothing,
@@ -83,14 +81,13 @@ def cross_entropy(
     return total
 
 
-def _autocast(tensor: Tensor) -> bool:
+def matmul_dtype(tensor: Tensor) -> torch.dtype:
+    """What matmuls of ``tensor`` run in: autocast's dtype where that is on, else its own."""
     kind = tensor.device.type
-    # There is none on the meta device, where models are traced; asking for it would fail.
-    return (
-        tensor.dtype != torch.float64
-        and torch.amp.is_autocast_available(kind)
-        and torch.is_autocast_enabled(kind)
-    )
+    # There is no autocast on the meta device, where models are traced; asking for it would fail.
+    if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return tensor.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -106,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        scale = _HALF_SCALE if hidden.dtype == torch.float16 else 1.0
+        scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
         matrix = weight.to(hidden.dtype)
         total = torch.zeros((), dtype=exact, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None

@@ -26,9 +26,15 @@ class Language:
         label_smoothing: share of the target spread over the vocabulary.
         z_loss: weight of the squared log-normaliser.
         loss: replaces cross-entropy: ``f(logits, targets)`` is the sum over valid targets.
+
+    Attributes:
+        head_loss: cross-entropy of hidden states and the head's weight; a layout that divides the
+            vocabulary puts its own here.
     """
 
     item = "tokens"
+    sums = ("balance", "bytes")
+    sequences = ("tokens", "targets", "documents", "positions")
 
     def __init__(
         self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, loss: UserLoss | None = None
@@ -36,6 +42,11 @@ class Language:
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
         self.user_loss = loss
+        self.head_loss = linear_cross_entropy
+
+    def inputs(self, batch: Batch) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+        """What the model is called with."""
+        return (batch["tokens"],), {k: batch[k] for k in ("documents", "positions") if k in batch}
 
     def count(self, batch: Batch) -> Tensor:
         """Valid targets of the batch."""
@@ -46,12 +57,12 @@ class Language:
 
         In training a mixture of experts adds its balance loss, which is also among the sums.
         """
-        inputs = {k: batch[k] for k in ("documents", "positions") if k in batch}
+        args, inputs = self.inputs(batch)
         targets = batch["targets"]
         if self.user_loss is None and _takes_head(model):
 
             def head(hidden: Tensor, weight: Tensor) -> Tensor:
-                return linear_cross_entropy(
+                return self.head_loss(
                     hidden,
                     weight,
                     targets,
@@ -59,9 +70,9 @@ class Language:
                     z_loss=self.z_loss,
                 )
 
-            total = model(batch["tokens"], head=head, **inputs)
+            total = model(*args, head=head, **inputs)
         else:
-            output = model(batch["tokens"], **inputs)
+            output = model(*args, **inputs)
             logits = getattr(output, "logits", output)
             total = self._from_logits(logits, targets)
         sums = {"bytes": batch["bytes"].sum()} if "bytes" in batch else {}
@@ -89,4 +100,5 @@ class Language:
 
 
 def _takes_head(model: nn.Module) -> bool:
+    model = getattr(model, "module", model)  # inside DistributedDataParallel
     return "head" in inspect.signature(model.forward).parameters

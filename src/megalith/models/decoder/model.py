@@ -18,6 +18,7 @@ from megalith.core.errors import MegalithError, RecipeError
 from megalith.models.decoder.attention import core
 from megalith.models.decoder.cache import KeyValueCache, LayerCache
 from megalith.models.decoder.moe import MoE, mixtures, total
+from megalith.models.decoder.sharding import TENSOR
 from megalith.models.layers import Absent, FeedForward, RMSNorm, norm, rotary_tables, rotate
 from megalith.recipe.families import DecoderConfig
 
@@ -142,6 +143,7 @@ class Decoder(nn.Module):
     """
 
     units = ("blocks.*",)
+    split = TENSOR
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
