@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megalith.core.errors import DataError
-from megalith.data.loader import Loader, validation_batches
+from megalith.data.loader import Loader, validation_batches, validation_shares
 from megalith.data.order import sample_ids
 
 
@@ -110,6 +110,36 @@ def test_augmentation_depends_on_the_ordinal_alone() -> None:
     ids = torch.cat([batch["sample"] for batch in by_fours])
     twice = (ids == ids[0]).nonzero().flatten()[:2]
     assert not torch.equal(*join[0][twice])  # another epoch, another augmentation
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("start", [0, 36])
+def test_ranks_take_turns_in_the_order_of_one_loader(ranks: int, start: int) -> None:
+    alone = take(12, start=start)
+    shares = [take(12 // ranks, start=start, ranks=ranks, rank=rank) for rank in range(ranks)]
+    together = [batch for turn in zip(*shares, strict=True) for batch in turn]
+    assert same(alone, together)
+
+
+def test_the_position_of_a_rank_is_that_of_all() -> None:
+    with Loader(Noisy(23), seed=5, batch=4, ranks=3, rank=1) as loader:
+        list(islice(loader, 2))
+        assert loader.position == 24
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("limit", [None, 3])
+def test_validation_is_shared_out_and_every_rank_has_as_many_batches(
+    ranks: int, limit: int | None
+) -> None:
+    wanted = [b["sample"].tolist() for b in validation_batches(Numbers(23), 4, limit)]
+    shares = [
+        list(validation_shares(Numbers(23), 4, limit, ranks=ranks, rank=rank))
+        for rank in range(ranks)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    turns = [batch for turn in zip(*shares, strict=True) for batch in turn]
+    assert [batch["sample"].tolist() for batch, own in turns if own] == wanted
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -8,6 +8,7 @@ runs/x/
   metrics.jsonl       one JSON object a line; "kind" is train, validation or event
   samples.jsonl       texts that the model wrote at evaluations: {"step", "prompt", "text"}
   checkpoints/        step-00000100/ ..., each with a manifest of checksums
+  logs/               what ranks other than the first printed, and their errors
   report.html         one page that shows all of it
 ```
 """
@@ -50,6 +51,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
 
     @property
     def report(self) -> Path:

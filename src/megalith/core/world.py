@@ -12,8 +12,10 @@ Who starts the ranks is told by environment variables:
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import os
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -141,19 +143,21 @@ def join(
     """Meet the other ranks; every rank calls it. Returns the rank's own device.
 
     Args:
-        backend: of ``torch.distributed``; left out: the device's.
+        backend: of ``torch.distributed`` for the device; left out: the device's usual one.
         timeout: seconds after which a collective fails.
 
     Raises:
         TrainingError: the ranks did not find each other.
     """
     device = own_device(world, device)
-    limit = datetime.timedelta(seconds=timeout)
     _check_store(world)
+    # What torchrun and SLURM start has no parent that asks for stacks: kill -USR1 does.
+    if world.meeting.partition(":")[0] != "file" and hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         dist.init_process_group(
-            backend or devices.collective_backend(device),
-            timeout=limit,
+            _backend(device, backend),
+            timeout=datetime.timedelta(seconds=timeout),
             **_meeting_point(world),
         )
     except (RuntimeError, ValueError) as error:
@@ -173,6 +177,14 @@ def leave() -> None:
     """The end of what :func:`join` began; nothing if it was not called."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _backend(device: torch.device, backend: str | None) -> str:
+    """An accelerator's backend has gloo beside it, for values that are on the host."""
+    chosen = backend or devices.collective_backend(device)
+    if not devices.is_accelerator(device) or ":" in chosen:
+        return chosen
+    return f"cpu:gloo,{device.type}:{chosen}"
 
 
 def _store_is_shared() -> bool:

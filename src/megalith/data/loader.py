@@ -37,7 +37,9 @@ class Loader(Closing):
             with a generator that depends on the seed and the ordinal.
         seed: of the run.
         batch: samples in a batch.
-        start: ordinal of the first sample.
+        start: ordinal of the first sample, over all ranks.
+        ranks: loaders that share out the order: they take turns, a batch each.
+        rank: which of them this is.
         workers: processes that prepare samples; 0: this one does.
         pin: copy batches to pinned memory, which makes transfers to an accelerator faster.
 
@@ -52,6 +54,8 @@ class Loader(Closing):
         seed: int,
         batch: int,
         start: int = 0,
+        ranks: int = 1,
+        rank: int = 0,
         workers: int = 0,
         pin: bool = False,
     ):
@@ -60,13 +64,14 @@ class Loader(Closing):
             raise DataError("data: the train split holds no sample")
         self._source = _Ordered(dataset, seed)
         self._seed, self._size, self._batch = seed, size, batch
+        self._ranks, self._rank = ranks, rank
         self._workers, self._pin = workers, pin
         self._position = start
         self._batches: Iterator[Batch] | None = None
 
     @property
     def position(self) -> int:
-        """Ordinal of the first sample that was not handed out yet."""
+        """Ordinal of the first sample that no rank has handed out, if all are as far as this."""
         return self._position
 
     def __iter__(self) -> Iterator[Batch]:
@@ -76,11 +81,13 @@ class Loader(Closing):
         if self._batches is None:
             self._batches = iter(self._open())
         batch = next(self._batches)
-        self._position += self._batch
+        self._position += self._batch * self._ranks
         return batch
 
     def _open(self) -> DataLoader[Batch]:
-        ordinals = _Ordinals(self._seed, self._size, self._batch, self._position)
+        ordinals = _Ordinals(
+            self._seed, self._size, self._batch, self._position, self._ranks, self._rank
+        )
         return DataLoader(
             self._source,  # pyright: ignore[reportArgumentType]
             batch_sampler=ordinals,  # pyright: ignore[reportArgumentType]
@@ -97,17 +104,19 @@ class Loader(Closing):
 
 
 class _Ordinals:
-    """Batches of (ordinal, index)."""
+    """A rank's batches of (ordinal, index)."""
 
-    def __init__(self, seed: int, size: int, batch: int, start: int):
+    def __init__(self, seed: int, size: int, batch: int, start: int, ranks: int, rank: int):
         self._seed, self._size, self._batch, self._start = seed, size, batch, start
+        self._ranks, self._rank = ranks, rank
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        start, count = self._start, self._batch * max(1, _AHEAD // self._batch)
+        turn = self._batch * self._ranks
+        start, count = self._start, turn * max(1, _AHEAD // turn)
         while True:
             ids = sample_ids(self._seed, self._size, start, count).tolist()
             pairs = list(zip(range(start, start + count), ids, strict=True))
-            for first in range(0, count, self._batch):
+            for first in range(self._rank * self._batch, count, turn):
                 yield pairs[first : first + self._batch]
             start += count
 
@@ -149,9 +158,27 @@ def validation_batches(
         batch: samples in a batch.
         limit: stop after this many batches.
     """
+    for found, _ in validation_shares(dataset, batch, limit):
+        yield found
+
+
+def validation_shares(
+    dataset: Dataset[dict[str, Any]],
+    batch: int,
+    limit: int | None = None,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+) -> Iterator[tuple[Batch, bool]]:
+    """A rank's share of :func:`validation_batches`: every rank gets equally many.
+
+    Where no batch is left for this rank, it gets that of the first, and ``False``.
+    """
     size = len(dataset)  # pyright: ignore[reportArgumentType]
     stop = size if limit is None else min(size, limit * batch)
-    for first in range(0, stop, batch):
+    for turn in range(0, stop, batch * ranks):
+        own = turn + rank * batch
+        first = own if own < stop else turn
         ids = np.arange(first, min(first + batch, stop))
         found = default_collate([dataset[int(index)] for index in ids])
-        yield {**found, "sample": torch.from_numpy(ids)}
+        yield {**found, "sample": torch.from_numpy(ids)}, own < stop
