@@ -98,7 +98,7 @@ def write(path: Path, specs: Mapping[str, Spec], read: Callable[[str], Tensor]) 
         for name in order:
             tensor = read(name).detach()
             assert spec(tensor, name) == specs[name], name
-            values = memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            values = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             file.write(values)
             digest.update(values)
         file.flush()
