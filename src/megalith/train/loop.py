@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from megalith import checkpoint
-from megalith.core import devices
-from megalith.core.energy import EnergyMeter
+from megalith.core import devices, launch
 from megalith.core.errors import TrainingError
 from megalith.core.runs import RunFolder
+from megalith.core.world import World, found, join, leave, own_device
 from megalith.data.corpus import Progress as DataProgress
-from megalith.data.loader import Loader, validation_batches
-from megalith.layout.compile import graphs_compiled
+from megalith.data.loader import Loader, validation_shares
+from megalith.data.prepare import prepare
+from megalith.layout.mesh import build as build_mesh
+from megalith.layout.pieces import local
+from megalith.layout.units import named_parameters
 from megalith.optim.clip import nonfinite
 from megalith.recipe import Recipe
 from megalith.step import Measured
 from megalith.tasks import Batch
-from megalith.train.evaluate import evaluate
+from megalith.train.evaluate import evaluate, without_targets
+from megalith.train.figures import Figures
 from megalith.train.metrics import MetricsWriter
 from megalith.train.progress import Progress
+from megalith.train.ranks import (
+    Unheard,
+    agree_to_stop,
+    everyones,
+    fitted,
+    late_is_said,
+    on_main,
+)
 from megalith.train.report import write_report
 from megalith.train.sample import trim_samples, write_sample
 from megalith.train.setup import Session, check_recipe, claimed, open_session, saved_state
@@ -44,7 +54,8 @@ class Run:
         signal: the signal's number when it was interrupted.
         validation: the last evaluation's metrics.
         sample: what the model wrote at the last evaluation, if the recipe has a prompt.
-        model: with the weights of the last update.
+        model: with the weights of the last update; ``None`` after a run on several ranks, whose
+            weights are in its checkpoints.
     """
 
     folder: Path
@@ -52,31 +63,10 @@ class Run:
     step: int
     validation: dict[str, float]
     report: Path
-    model: nn.Module
+    model: Any
     tokenizer: Any = None
     sample: str | None = None
     signal: int | None = None
-
-
-@dataclass
-class _Window:
-    """What happened since the last line of metrics."""
-
-    loss: float = 0.0
-    count: int = 0
-    updates: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("data", "compute", "save", "evaluate"), 0.0)
-    )
-    start: float = field(default_factory=time.perf_counter)
-
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] += time.perf_counter() - start
 
 
 def train(
@@ -99,37 +89,111 @@ def train(
     """
     device = check_recipe(recipe)
     folder = RunFolder(Path(recipe.run.dir))
-    with claimed(folder, resume=resume, overwrite=overwrite), stop_requests() as stop:
-        session = open_session(recipe, device, resume=resume, progress=progress)
-        return _Loop(session, stop).run()
+    world = found()
+    if world is not None and max(world.size, recipe.layout.ranks) > 1:
+        recipe, note = fitted(recipe, world.size)
+        layout = recipe.layout
+        device = join(world, device, layout.backend, layout.timeout)
+        try:
+            with late_is_said(world, layout.timeout):
+                return _train_here(
+                    recipe, device, world, resume, overwrite, progress, [note] if note else []
+                )
+        finally:
+            leave()
+    with claimed(folder, resume=resume, overwrite=overwrite):
+        if recipe.layout.ranks > 1:
+            return _start_ranks(recipe, device, resume, progress)
+        with stop_requests() as stop:
+            session = open_session(recipe, device, resume=resume, progress=progress)
+            return _Loop(session, stop).run()
+
+
+def _start_ranks(
+    recipe: Recipe, device: torch.device, resume: bool, progress: DataProgress | None
+) -> Run:
+    """Start this machine's ranks, which find the data prepared, and wait for their end."""
+    layout = recipe.layout
+    splits = prepare(recipe.data, recipe.train.seed, progress)
+    run = launch.start(
+        layout.ranks,
+        _started_rank,
+        (recipe, resume),
+        device=device.type,
+        backend=layout.backend,
+        timeout=layout.timeout,
+        restarts=layout.restarts,
+        logs=RunFolder(Path(recipe.run.dir)).logs,
+        preload=("megalith.models.decoder", "megalith.models.resnet"),
+    )
+    return replace(run, tokenizer=splits.tokenizer)
+
+
+def _started_rank(recipe: Recipe, resume: bool) -> Run | None:
+    """What each rank does that :func:`_start_ranks` has started; the parent holds the folder."""
+    world = found()
+    assert world is not None
+    device = own_device(world, devices.pick(recipe.train.device))
+    return _train_here(recipe, device, world, resume)
+
+
+def _train_here(
+    recipe: Recipe,
+    device: torch.device,
+    world: World,
+    resume: bool,
+    overwrite: bool | None = None,
+    progress: DataProgress | None = None,
+    notes: Sequence[str] = (),
+) -> Run:
+    """Train as one of the ranks that have joined.
+
+    Args:
+        overwrite: ``None``: the run folder is held already.
+    """
+    mesh = build_mesh(recipe.layout, device)
+    resume = resume or world.restart > 0
+    hold = nullcontext()
+    if overwrite is not None:
+        hold = claimed(RunFolder(Path(recipe.run.dir)), resume=resume, overwrite=overwrite)
+    with on_main(mesh, hold, "run.dir"), stop_requests() as stop:
+        session = open_session(
+            recipe,
+            device,
+            resume=resume,
+            progress=progress if mesh.main else None,
+            mesh=mesh,
+            notes=notes,
+        )
+        run = _Loop(session, stop, world.local_rank).run()
+    return run if mesh.size == 1 else replace(run, model=None, tokenizer=None)
 
 
 class _Loop:
     """The loop's own state: where lines go, and what the current window holds."""
 
-    def __init__(self, session: Session, stop: StopRequest) -> None:
-        self.session, self.stop = session, stop
+    def __init__(self, session: Session, stop: StopRequest, local_rank: int = 0) -> None:
+        self.session, self.stop, self.mesh = session, stop, session.mesh
         self.step, self.recipe, self.folder = session.step, session.recipe, session.folder
-        self.window = _Window()
+        self.figures = Figures(session, local_rank)
         self.validation: dict[str, float] = {}
         self.sample: str | None = None
         self.bad_in_a_row = 0
         self.saved_at = session.resumed.step if session.resumed else -1
-        self.graphs_before = graphs_compiled()
-        self.energy = EnergyMeter(session.device)
 
     def run(self) -> Run:
         """Train to the end; the report is written however it ends."""
         try:
             status = self._train()
         finally:
-            report = write_report(self.folder)
+            if self.mesh.main:
+                write_report(self.folder)
         return Run(
             folder=self.folder.path,
             status=status,
             step=self.step.done,
             validation=self.validation,
-            report=report,
+            report=self.folder.report,
             model=self.step.model,
             tokenizer=self.session.splits.tokenizer,
             sample=self.sample,
@@ -140,12 +204,18 @@ class _Loop:
         session, section = self.session, self.recipe.train
         start = self.step.done
         resume_from = start if session.resumed else None
-        trim_samples(self.folder, start)
-        with (
-            MetricsWriter(
+        if self.mesh.main:
+            trim_samples(self.folder, start)
+            metrics = MetricsWriter(
                 self.folder, resume_from=resume_from, tensorboard=self.recipe.run.tensorboard
-            ) as self.metrics,
-            Progress(section.steps, start) as self.progress,
+            )
+            progress = Progress(section.steps, start)
+        else:
+            metrics, progress = Unheard(), Unheard()
+        with (
+            metrics as self.metrics,
+            progress as self.progress,
+            self._saver() as self.saver,
             self._loader() as batches,
         ):
             for note in session.notes:
@@ -169,27 +239,38 @@ class _Loop:
             seed=section.seed,
             batch=section.micro_batch,
             start=self.step.done * section.global_batch,
+            ranks=self.mesh.data_ranks,
+            rank=self.mesh.data_rank,
             workers=self.recipe.data.workers,
             pin=devices.is_accelerator(self.session.device),
         )
 
+    def _saver(self) -> checkpoint.Saver:
+        section = self.recipe.checkpoint
+        return checkpoint.Saver(
+            self.folder.checkpoints,
+            self.mesh,
+            asynchronous=section.asynchronous,
+            keep=section.keep,
+        )
+
     def _update(self, batches: Iterator[Batch]) -> None:
-        with self.window.timed("data"):
+        with self.figures.window.timed("data"):
             micro_batches = [
                 _to_device(next(batches), self.session.device)
                 for _ in range(self.session.accumulation)
             ]
-        with self.window.timed("compute"):
+        with self.figures.window.timed("compute"):
             measured = self.step.backward(micro_batches)
             finite = measured.finite()
             if finite:
                 self.step.update(measured)
                 self.bad_in_a_row = 0
-                self.window.loss += float(measured.loss) * int(measured.count)
-                self.window.count += int(measured.count)
+                self.figures.window.add(measured)
             else:
                 self._skip(measured, micro_batches)
-        self.window.updates += 1
+        self.figures.window.updates += 1
+        agree_to_stop(self.mesh, self.stop)
         done, every = self.step.done, self.recipe.run.log_every
         if done % every == 0 or done == self.recipe.train.steps:
             self._log(measured)
@@ -197,8 +278,10 @@ class _Loop:
     def _skip(self, measured: Measured, micro_batches: list[Batch]) -> None:
         """Pass over an update that is not finite; too many in a row end the run."""
         self.bad_in_a_row += 1
-        names = nonfinite(self.step.model.named_parameters())
-        samples = [i for batch in micro_batches for i in batch["sample"].tolist()]
+        names = everyones(self.mesh, nonfinite(named_parameters(self.step.model)))
+        samples = everyones(
+            self.mesh, [i for batch in micro_batches for i in batch["sample"].tolist()]
+        )
         where = f"update {self.step.done + 1}: loss {float(measured.loss):g}, gradient norm " + (
             f"{float(measured.norm):g}"
         )
@@ -222,49 +305,24 @@ class _Loop:
             )
 
     def _log(self, measured: Measured) -> None:
-        window, step, session = self.window, self.step, self.session
-        elapsed = time.perf_counter() - window.start
-        compute = window.seconds["compute"]
-        values: dict[str, Any] = {
-            "loss": window.loss / window.count if window.count else float("nan"),
-            "lr": self.recipe.optim.lr * step.schedule(step.done - 1),
-            "grad_norm": float(measured.norm),
-            f"{step.task.item}_per_s": window.count / (window.seconds["data"] + compute),
-            "peak_memory": devices.peak_memory(session.device),
-            "skipped": step.skipped,
-            "seconds": elapsed,
-            **{f"seconds_{part}": value for part, value in window.seconds.items()},
-        }
-        if session.flops:
-            values["mfu"] = self._mfu(session.flops * window.updates / compute)
-        if step.loss_scale is not None:
-            values["loss_scale"] = step.loss_scale.scale
-        if self.recipe.train.compile:
-            values["recompiles"] = max(0, graphs_compiled() - self.graphs_before - 1)
-        joules = self.energy.read()
-        if joules is not None:
-            values["energy_joules"] = joules
-        self.metrics.write("train", step.done, **values)
-        self.progress.update(step.done, values)
-        self.window = _Window()
-
-    def _mfu(self, rate: float) -> float:
-        """``rate`` FLOP/s as a share of the device's peak, which other processes may have hidden.
-
-        A peak below what was just reached was measured while the device was busy: once more, then.
-        """
-        if rate > self.session.peak:
-            precision = self.step.precision
-            again = devices.matmul_peak(self.session.device, precision.computing_dtype)
-            self.session.peak = max(self.session.peak, again)
-        return rate / self.session.peak
+        values = self.figures.line(measured)
+        if values is not None:
+            self.metrics.write("train", self.step.done, **values)
+            self.progress.update(self.step.done, values)
 
     def _evaluate(self) -> bool:
         """Evaluate; true if the validation loss is the best so far."""
         section = self.recipe.evaluate
-        with self.window.timed("evaluate"):
-            batches = validation_batches(
-                self.session.splits.validation, self.recipe.train.micro_batch, section.batches
+        with self.figures.window.timed("evaluate"):
+            shares = validation_shares(
+                self.session.splits.validation,
+                self.recipe.train.micro_batch,
+                section.batches,
+                ranks=self.mesh.data_ranks,
+                rank=self.mesh.data_rank,
+            )
+            batches = (
+                batch if own else without_targets(batch, self.step.task) for batch, own in shares
             )
             self.validation = evaluate(
                 self.step, (_to_device(batch, self.session.device) for batch in batches)
@@ -273,9 +331,10 @@ class _Loop:
             self.metrics.write("validation", self.step.done, **self.validation, best=best)
             shown = {f"validation_{k}" if k == "loss" else k: v for k, v in self.validation.items()}
             self.progress.update(self.step.done, shown)
-            if section.prompt is not None:
+            if section.prompt is not None and self.mesh.size == 1:
                 self.sample = write_sample(self.session, section.prompt)
-            write_report(self.folder)
+            if self.mesh.main:
+                write_report(self.folder)
         return best
 
     def _due(self, every: int, last: bool) -> bool:
@@ -291,19 +350,20 @@ class _Loop:
     def _save(self, validation_loss: float | None) -> None:
         if self.saved_at == self.step.done:
             return
-        if not all(p.isfinite().all() for p in self.step.model.parameters()):
+        if not self._weights_are_finite():
             self._event("nonfinite", "weights are not finite: no checkpoint, the last one stays")
             return
-        with self.window.timed("save"):
-            path = checkpoint.save(
-                self.folder.checkpoints,
-                self.step.done,
-                checkpoint.tensors(self.step),
-                saved_state(self.session, validation_loss),
+        with self.figures.window.timed("save"):
+            self.saver.save(
+                self.step.done, self.step.pieces(), saved_state(self.session, validation_loss)
             )
-            checkpoint.prune(self.folder.checkpoints, self.recipe.checkpoint.keep)
         self.saved_at = self.step.done
+        path = self.folder.checkpoints / f"step-{self.step.done:08d}"
         self._event("checkpoint", f"saved {path}", show=False)
+
+    def _weights_are_finite(self) -> bool:
+        bad = sum(not local(p).isfinite().all() for p in self.step.model.parameters())
+        return not float(self.mesh.sum_(torch.tensor(float(bad))))
 
     def _finish(self, status: Status) -> None:
         improvement = self.session.improvement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ from megalith.data import Splits
 from megalith.data.corpus import Progress
 from megalith.data.loader import validation_batches
 from megalith.data.prepare import check_sources, prepare
+from megalith.layout.mesh import Mesh, single
+from megalith.layout.units import named_parameters
 from megalith.recipe import Recipe
 from megalith.recipe.check import check
 from megalith.recipe.dump import dump
@@ -38,7 +40,8 @@ class Session:
         resumed: the checkpoint it came from, if it was resumed from one.
         notes: what to tell the user about the start.
         flops: of one update, or ``None`` where they could not be counted.
-        peak: the device's measured matmul rate in the recipe's precision, FLOP/s.
+        peak: the device's measured matmul rate in the recipe's precision, FLOP/s; on a rank that
+            does not speak, infinite.
     """
 
     recipe: Recipe
@@ -54,8 +57,14 @@ class Session:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per update."""
-        return self.recipe.train.global_batch // self.recipe.train.micro_batch
+        """Micro-batches of this rank per update."""
+        train = self.recipe.train
+        return train.global_batch // (train.micro_batch * self.mesh.data_ranks)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where this rank stands."""
+        return self.step.mesh
 
 
 def check_recipe(recipe: Recipe) -> torch.device:
@@ -90,21 +99,36 @@ def claimed(folder: RunFolder, *, resume: bool, overwrite: bool) -> Iterator[Non
 
 
 def open_session(
-    recipe: Recipe, device: torch.device, *, resume: bool, progress: Progress | None
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    resume: bool,
+    progress: Progress | None = None,
+    mesh: Mesh | None = None,
+    notes: Sequence[str] = (),
 ) -> Session:
-    """Prepare data, build the step, and restore the newest whole checkpoint if ``resume``."""
+    """Prepare data, build the step, and restore the newest whole checkpoint if ``resume``.
+
+    Args:
+        mesh: left out: one process. All its ranks call this.
+        notes: what to tell the user besides.
+    """
+    mesh = mesh or single()
     folder = RunFolder(Path(recipe.run.dir))
     splits = prepare(recipe.data, recipe.train.seed, progress)
     config = models.resolve(recipe.model, splits.facts)
     recipe = recipe.model_copy(update={"model": config})
-    entry = checkpoint.newest_whole(folder.checkpoints) if resume else None
-    notes = _check_same_run(entry, recipe, splits) if entry else []
-    built = step.build(recipe, splits.facts, device)
-    check_sampling(recipe, built.model, splits.tokenizer)
+    entry = checkpoint.newest_whole(folder.checkpoints, mesh) if resume else None
+    notes = [*notes, *(_check_same_run(entry, recipe, splits) if entry else [])]
+    built = step.build(recipe, splits.facts, device, mesh)
+    if mesh.size == 1:
+        check_sampling(recipe, built.model, splits.tokenizer)
+    elif recipe.evaluate.prompt is not None:
+        notes.append("evaluate.prompt: a run on several ranks writes no sample")
     section = recipe.evaluate
     improvement = Improvement(section.patience, section.min_delta)
     if entry is not None:
-        checkpoint.restore(built, entry)
+        checkpoint.restore(built, entry, mesh)
         improvement.best = entry.state["best"] if entry.state["best"] is not None else float("inf")
         improvement.since = entry.state["since"]
         notes.insert(0, f"resumed from {entry.path} at update {entry.step}")
@@ -128,7 +152,10 @@ def open_session(
         resumed=entry,
         notes=notes,
         flops=per_update,
-        peak=devices.matmul_peak(device, built.precision.computing_dtype),
+        # One rank measures: together they would slow each other down, and one figure is needed.
+        peak=devices.matmul_peak(device, built.precision.computing_dtype)
+        if mesh.main
+        else float("inf"),
     )
     _write_description(session)
     return session
@@ -158,10 +185,13 @@ def _check_same_run(entry: checkpoint.Entry, recipe: Recipe, splits: Splits) -> 
 
 
 def _write_description(session: Session) -> None:
-    model = session.step.model
+    count = _parameters(session.step)
+    if not session.mesh.main:
+        return
     facts = {
         **environment.describe(session.device),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": count,
+        "ranks": session.mesh.size,
         "flops_per_update": session.flops,
         "matmul_peak_flops": session.peak,
         "item": session.step.task.item,
@@ -171,6 +201,15 @@ def _write_description(session: Session) -> None:
     write_whole(session.folder.environment, json.dumps(facts, indent=1, default=str) + "\n")
     if hasattr(session.splits.tokenizer, "to_json"):  # a factory's may be of any kind
         write_whole(session.folder.tokenizer, session.splits.tokenizer.to_json())
+
+
+def _parameters(built: step.Step) -> int:
+    """Numbers in the parameters of the whole model, each counted once; all ranks call it."""
+    owned = built.pieces()["model"]
+    count = sum(
+        owned[name].tensor.numel() for name, _ in named_parameters(built.model) if owned[name].owned
+    )
+    return int(built.mesh.sum_(torch.tensor(count)))
 
 
 def _clear(folder: RunFolder) -> None:
@@ -184,6 +223,6 @@ def _clear(folder: RunFolder) -> None:
         folder.report,
     ):
         path.unlink(missing_ok=True)
-    for path in (folder.checkpoints, folder.path / "tensorboard"):
+    for path in (folder.checkpoints, folder.logs, folder.path / "tensorboard"):
         if path.exists():
             shutil.rmtree(path)
