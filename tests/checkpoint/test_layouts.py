@@ -6,6 +6,7 @@ import itertools
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +285,31 @@ def test_names_and_shapes_of_another_model_are_refused(tmp_path: Path) -> None:
         checkpoint.load_into(path, "model", {}, names=["v"])
     with pytest.raises(CheckpointError, match="holds no 'ema' tensors"):
         checkpoint.load_into(path, "ema", {})
+
+
+def test_state_that_the_optimizer_has_not_made_yet_is_read_as_this_ranks_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank with rows 2 to 5 of ``a`` whose optimizer has no state yet; ``b`` is elsewhere."""
+    momentum, weight = torch.arange(24.0).view(8, 3), torch.zeros(3, 3)
+    state = {"a/momentum": momentum, "a/step": torch.tensor(7.0), "b/momentum": torch.ones(5)}
+    parts = {"model": {"a": torch.zeros(8, 3), "b": torch.zeros(5)}, "optimizer": state}
+    whole = {part: checkpoint.wholes(tensors) for part, tensors in parts.items()}
+    checkpoint.save(tmp_path, 1, whole, {"done": 1, "skipped": 0})
+    here = {"model": {"a": Piece(weight, (8, 3), (2, 0))}, "optimizer": {}}
+    monkeypatch.setattr(checkpoint.state, "tensors", lambda step: here)
+    given: dict[str, Tensor] = {}
+    optimizers = SimpleNamespace(names={weight: "a"}, load_state_tensors=given.update)
+    step: Any = SimpleNamespace(optimizers=optimizers, loss_scale=None)
+    entry = checkpoint.entries(tmp_path)[0]
+    mesh = Mesh(dict.fromkeys(AXES, 1) | {"pipeline": 2}, dict.fromkeys(AXES, 0))
+    checkpoint.restore(step, entry, mesh)
+    assert given.keys() == {"a/momentum", "a/step"}
+    assert torch.equal(given["a/momentum"], momentum[2:5])
+    assert given["a/step"] == 7
+    assert step.done == 1
+    with pytest.raises(CheckpointError, match="'b'"):
+        checkpoint.restore(step, entry)
 
 
 def _save_on_ranks(folder: Path, source: Path | None, seed: int) -> None:
