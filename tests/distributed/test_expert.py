@@ -22,7 +22,7 @@ from megalith.tasks.language import Language
 from ranks import on_ranks
 
 VOCAB = 41
-EXACT = {"rtol": 1e-11, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
 CPU = torch.device("cpu")
 
 
@@ -190,7 +190,7 @@ def one_way(signs: tuple[float, ...], dtype: torch.dtype) -> None:
     ((found * slope[rank]).sum() + own_balance).backward()
     assert own.grad is not None
 
-    exact = EXACT if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    exact: dict[str, Any] = EXACT if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
     assert own_load[2:].sum() == (own_load.sum() if signs[rank] > 0 else 0)
     assert torch.equal(whole(own_load, None), load)
     torch.testing.assert_close(found, right.view(ranks, 2, 7, 16)[rank], **exact)

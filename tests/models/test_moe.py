@@ -171,7 +171,7 @@ def test_grouped_with_empty_groups_and_rows_behind_the_last(dtype: torch.dtype, 
     weights = normal(4, 10, width, seed=1).to(dtype).requires_grad_()
     out = grouped(rows, weights, counts)[:7]
     right = torch.cat([rows[:4] @ weights[1].t(), rows[4:7] @ weights[3].t()])
-    close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    close: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(out, right, **close)
     up = normal(7, 10, seed=2).to(dtype)
     ours = torch.autograd.grad(out, [rows, weights], up)

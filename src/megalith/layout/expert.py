@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed import _functional_collectives as functional
 from megalith.core.errors import RecipeError
 from megalith.layout import collectives
 from megalith.layout.mesh import Mesh
-from megalith.models.decoder.moe import Compute, Experts, mixtures
+from megalith.models.decoder.moe import Compute, Exchange, Experts, mixtures
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
@@ -64,7 +64,7 @@ def apply(model: nn.Module, mesh: Mesh) -> dict[str, tuple[tuple[int, ...], tupl
             own = whole.detach()[first : first + each].clone()
             setattr(part, key, nn.Parameter(own, requires_grad=whole.requires_grad))
             boxes[f"{name}.{key}"] = (tuple(whole.shape), (first, 0, 0))
-        part.exchange = partial(exchange, group)
+        part.exchange = cast(Exchange, partial(exchange, group))
     return boxes
 
 

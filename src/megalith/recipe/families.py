@@ -34,7 +34,7 @@ class RopeScaling(Section):
 
 
 class DecoderConfig(Section):
-    """A causal decoder: GPT-2/3, Llama, Mistral and Qwen are settings of one model."""
+    """A causal decoder: GPT-2/3, Llama, Mistral, Mixtral and Qwen are settings of one model."""
 
     family: Literal["decoder"] = option("decoder", "a causal decoder")
     preset: str | None = option(

@@ -1,4 +1,4 @@
-"""The causal decoder family: GPT-2/3, Llama 2/3, Mistral, Qwen2/2.5/3."""
+"""The causal decoder family: GPT-2/3, Llama 2/3, Mistral, Mixtral, Qwen2/2.5/3, Qwen3-MoE."""
 
 from __future__ import annotations
 
