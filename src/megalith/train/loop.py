@@ -331,7 +331,7 @@ class _Loop:
             self.metrics.write("validation", self.step.done, **self.validation, best=best)
             shown = {f"validation_{k}" if k == "loss" else k: v for k, v in self.validation.items()}
             self.progress.update(self.step.done, shown)
-            if section.prompt is not None and self.mesh.size == 1:
+            if section.prompt is not None:
                 self.sample = write_sample(self.session, section.prompt)
             if self.mesh.main:
                 write_report(self.folder)

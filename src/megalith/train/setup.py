@@ -22,6 +22,7 @@ from megalith.data.corpus import Progress
 from megalith.data.loader import validation_batches
 from megalith.data.prepare import check_sources, prepare
 from megalith.layout.mesh import Mesh, single
+from megalith.layout.units import models as parts_of
 from megalith.layout.units import named_parameters
 from megalith.recipe import Recipe
 from megalith.recipe.check import check
@@ -121,10 +122,7 @@ def open_session(
     entry = checkpoint.newest_whole(folder.checkpoints, mesh) if resume else None
     notes = [*notes, *(_check_same_run(entry, recipe, splits) if entry else [])]
     built = step.build(recipe, splits.facts, device, mesh)
-    if mesh.size == 1:
-        check_sampling(recipe, built.model, splits.tokenizer)
-    elif recipe.evaluate.prompt is not None:
-        notes.append("evaluate.prompt: a run on several ranks writes no sample")
+    check_sampling(recipe, parts_of(built.model)[0], splits.tokenizer)
     section = recipe.evaluate
     improvement = Improvement(section.patience, section.min_delta)
     if entry is not None:
