@@ -288,7 +288,7 @@ def test_names_and_shapes_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_state_that_the_optimizer_has_not_made_yet_is_read_as_this_ranks_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """A rank with rows 2 to 5 of ``a`` whose optimizer has no state yet; ``b`` is elsewhere."""
     momentum, weight = torch.arange(24.0).view(8, 3), torch.zeros(3, 3)
@@ -297,10 +297,9 @@ def test_state_that_the_optimizer_has_not_made_yet_is_read_as_this_ranks_part(
     whole = {part: checkpoint.wholes(tensors) for part, tensors in parts.items()}
     checkpoint.save(tmp_path, 1, whole, {"done": 1, "skipped": 0})
     here = {"model": {"a": Piece(weight, (8, 3), (2, 0))}, "optimizer": {}}
-    monkeypatch.setattr(checkpoint.state, "tensors", lambda step: here)
     given: dict[str, Tensor] = {}
     optimizers = SimpleNamespace(names={weight: "a"}, load_state_tensors=given.update)
-    step: Any = SimpleNamespace(optimizers=optimizers, loss_scale=None)
+    step: Any = SimpleNamespace(pieces=lambda: here, optimizers=optimizers, loss_scale=None)
     entry = checkpoint.entries(tmp_path)[0]
     mesh = Mesh(dict.fromkeys(AXES, 1) | {"pipeline": 2}, dict.fromkeys(AXES, 0))
     checkpoint.restore(step, entry, mesh)
