@@ -31,7 +31,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path, optimizer: str):
     for seed in range(3):
         step.update(step.backward([ragged_batch(4, seed=seed)]))
     step.skip()
-    path = checkpoint.save(tmp_path, step.done, checkpoint.tensors(step), checkpoint.numbers(step))
+    path = checkpoint.save(tmp_path, step.done, step.pieces(), checkpoint.numbers(step))
     entry = checkpoint.newest_whole(tmp_path)
     assert entry is not None
     assert entry.path == path
@@ -39,9 +39,9 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path, optimizer: str):
     assert (again.done, again.skipped) == (4, 1)
     for a, b in zip(step.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    for part, named in checkpoint.tensors(step).items():
+    for part, named in step.pieces().items():
         for name, piece in named.items():
-            found = checkpoint.tensors(again)[part][name]
+            found = again.pieces()[part][name]
             assert torch.equal(piece.tensor, found.tensor), name
             assert piece.tensor.dtype == found.tensor.dtype
     for one in (step, again):

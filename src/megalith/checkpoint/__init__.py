@@ -7,7 +7,6 @@ from megalith.checkpoint.state import (
     model_tensors,
     numbers,
     restore,
-    tensors,
     wholes,
 )
 from megalith.checkpoint.store import Entry, best, entries, newest_whole, prune, read_entry
@@ -30,6 +29,5 @@ __all__ = [
     "read_entry",
     "restore",
     "save",
-    "tensors",
     "wholes",
 ]

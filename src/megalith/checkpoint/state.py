@@ -35,17 +35,6 @@ def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     return {name: whole(tensor) for name, tensor in tensors.items()}
 
 
-def tensors(step: Step) -> dict[str, dict[str, Piece]]:
-    """Every tensor that decides how ``step`` goes on, as this rank's pieces."""
-    parts = {
-        "model": wholes(model_tensors(step.model)),
-        "optimizer": wholes(step.optimizers.state_tensors()),
-    }
-    if step.ema is not None:
-        parts["ema"] = wholes(step.ema.average)
-    return parts
-
-
 def numbers(step: Step) -> dict[str, Any]:
     """Every number that does; random numbers need none, they follow from the update."""
     state: dict[str, Any] = {"done": step.done, "skipped": step.skipped}
@@ -64,7 +53,7 @@ def restore(step: Step, entry: Entry, mesh: Mesh | None = None) -> None:
     Raises:
         CheckpointError: the model is another one.
     """
-    parts = tensors(step)
+    parts = step.pieces()
     alone = mesh is None or mesh.size == 1
     for part in ("model", "ema"):
         if part in parts:
