@@ -23,6 +23,7 @@ from megalith.layout import (
     compile,
     context,
     data,
+    expert,
     norms,
     pipeline,
     stages,
@@ -128,7 +129,7 @@ class Spread:
             return False
         apart = {self.divided_by.get(name), "pipeline"}
         if isinstance(tensor, DTensor):
-            apart |= {"shard", "context"} | ({"expert"} - {self.divided_by.get(name)})
+            apart |= {"shard", "expert", "context"}
         return all(self.mesh.place[axis] == 0 for axis in AXES if axis not in apart)
 
     def gradients(self) -> list[tuple[Tensor, bool]]:
@@ -193,7 +194,7 @@ def apply(
     _compile(spread.model, train)
     if mesh.spread("shard"):
         spread.syncs = [
-            data.shard(part, mesh, section, precision, _experts(part, mesh))
+            data.shard(part, mesh, section, precision, _apart(part, mesh))
             for part in models(spread.model)
         ]
     if fill is not None:
@@ -240,8 +241,6 @@ def _ends(mesh: Mesh) -> dist.ProcessGroup | None:
 def _divide(spread: Spread, model: nn.Module, section: LayoutSection, mesh: Mesh) -> None:
     """Experts, tensor and context parallelism, and norms over all ranks' samples."""
     if mesh.spread("expert"):
-        from megalith.layout import expert
-
         boxes = expert.apply(model, mesh)
         spread.boxes |= boxes
         spread.divided_by |= dict.fromkeys(boxes, "expert")
@@ -271,6 +270,7 @@ def _divide(spread: Spread, model: nn.Module, section: LayoutSection, mesh: Mesh
     group = mesh.group("context")
     if group is not None:
         context.apply(model, group, section.exchange)
+        expert.share_sequences(model, group)
     group = mesh.group("replicate", "shard", "expert", "context")
     if section.synchronised_norms and group is not None:
         norms.synchronise(model, group)
@@ -294,6 +294,11 @@ def _parts(model: nn.Module, field: str) -> dict[str, nn.Module]:
             "attribute 'units' with patterns of module names"
         )
     return parts
+
+
+def _apart(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
+    """Parts whose weights differ between ranks that have their own samples."""
+    return expert.parts(model) if mesh.spread("expert") else []
 
 
 def _repeat(spread: Spread, model: nn.Module, section: LayoutSection, mesh: Mesh) -> data.Sync:
@@ -327,11 +332,3 @@ def fill(model: nn.Module, pieces: dict[str, Piece], seed: int) -> None:
             host = torch.empty(pieces[name].shape, dtype=torch.float32)
             part.init_weight(name, host, seeds.generator(seed, "init", name))  # pyright: ignore
             pieces[name].tensor.copy_(host[pieces[name].box])
-
-
-def _experts(model, mesh):
-    if not mesh.spread("expert"):
-        return []
-    from megalith.layout import expert
-
-    return expert.parts(model)

@@ -83,8 +83,10 @@ def _of_experts(recipe: Recipe, config: Any) -> Iterator[str]:
         yield "layout.expert: the model has no experts (model.experts); replicate and shard work"
     if layout.expert > 1 and experts and experts % layout.expert:
         yield f"layout.expert: {layout.expert} does not divide model.experts {experts}"
+    if experts and layout.engine == "ddp":
+        yield 'layout.engine: "ddp" does not go with model.experts; "own" works'
     if experts:
-        for axis in ("tensor", "context", "pipeline"):
+        for axis in ("tensor", "pipeline"):
             if getattr(layout, axis) > 1:
                 yield f"layout.{axis}: does not go with model.experts; expert and shard work"
 

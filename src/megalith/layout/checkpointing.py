@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from megalith.layout.units import norms_with_statistics
+from megalith.models import grouped
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -94,7 +95,8 @@ def _on_copies(norms: list[nn.Module], inner: AbstractContextManager[Any]) -> It
 
 def _operators() -> frozenset[Any]:
     aten = torch.ops.aten
-    return frozenset(getattr(aten, name).default for name in _EXPENSIVE)
+    grouped = torch.ops.megalith.grouped.default  # of a mixture's experts
+    return frozenset([*(getattr(aten, name).default for name in _EXPENSIVE), grouped])
 
 
 def _policy(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -133,3 +133,7 @@ def _fits(rows: Tensor, *sizes: int) -> bool:
 def _parts(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
     sizes: list[int] = counts.tolist()
     return rows[: sum(sizes)].split(sizes)
+
+
+PRODUCT = torch.ops.megalith.grouped.default
+"""The operator itself, for those who choose what backward keeps."""

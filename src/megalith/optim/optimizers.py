@@ -72,7 +72,7 @@ class Optimizers:
         return found
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what :meth:`state_tensors` gave, bit for bit."""
+        """Put back what :meth:`state_tensors` gave, bit for bit; of sharded ones, this rank's part."""
         by_name = {name: parameter for parameter, name in self.names.items()}
         owner = {p: part for part in self.parts for g in part.param_groups for p in g["params"]}
         for path, value in tensors.items():
@@ -83,8 +83,23 @@ class Optimizers:
                 key, kept = key.removesuffix(_NUMBER), value.item()
             elif value.ndim:
                 # Scalars stay where they were made: torch keeps most counters on the host.
-                kept = value.to(parameter.device)
+                kept = _like(parameter, kept.to(parameter.device))
             owner[parameter].state[parameter][key] = kept
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """State in the shape of a sharded parameter's part is sharded as the parameter is."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != parameter.to_local().shape:
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def build(section: OptimSection, model: nn.Module) -> Optimizers:

@@ -72,7 +72,7 @@ def run(trial: Trial) -> Outcome:
     built = step.build(trial.recipe, trial.facts, device, mesh, trial.dtype)
     outcome = Outcome()
     if trial.load is not None:
-        checkpoint.restore(built, checkpoint.entries(trial.load)[-1])
+        checkpoint.restore(built, checkpoint.entries(trial.load)[-1], mesh)
     for number, update in enumerate(trial.updates, 1):
         measured = built.backward(_mine(update, mesh))
         outcome.numbers |= {

@@ -207,7 +207,7 @@ class Decoder(nn.Module):
             documents: int64 ``[batch, seq]``; a token sees only earlier tokens of the same id.
             cache: see :mod:`megalith.models.decoder.cache`; filled by this call. With ``dynamic``
                 rotary scaling past the context, keys keep the rotation they were stored with.
-            hidden: ``[batch, seq, width]``, where the first blocks are elsewhere: what they returned.
+            hidden: ``[batch, seq, width]``, what the first blocks returned if they are elsewhere.
             head: ``f(hidden, weight)``, called in place of ``hidden @ weight.T`` with
                 ``[batch, seq, width]`` and ``[vocab, width]``: a loss in chunks, or the last
                 token's logits alone, without logits of the whole sequence.

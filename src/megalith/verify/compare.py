@@ -1,0 +1,127 @@
+"""Two outcomes side by side: what differs, by how much, and by which factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megalith.recipe.schema import LayoutSection
+from megalith.verify.trial import Outcome
+
+_FLOOR = {"gradient": 1e-4}
+_AMPLIFIED = 1e-2
+"""A tensor much smaller than the largest of its kind is measured against this share of that one:
+gradients that are zero in exact arithmetic (those of a key's bias) are rounding errors, on one
+process too, and Adam makes updates of them."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not the same.
+
+    Attributes:
+        kind: ``number``, ``gradient``, ``parameter``, ``state`` or ``average``.
+        error: largest difference over largest value; infinite if one of the two is not there.
+        factor: what one has to multiply the right one with, where that explains it.
+    """
+
+    kind: str
+    name: str
+    error: float
+    factor: float | None = None
+
+    def line(self, layout: LayoutSection, micros: int) -> str:
+        """In words, for a layout whose ranks have ``micros`` micro-batches each."""
+        what = self.name if self.kind == "number" else f"{self.kind} of '{self.name}'"
+        if math.isinf(self.error):
+            return f"{what} is missing, or on one side only"
+        if self.factor is None:
+            return f"{what} is off by {self.error:.1e} of its size"
+        meaning = _meaning(self.factor, layout, micros)
+        return f"{what} is {self.factor:.6g} times what it should be{meaning}"
+
+
+def compare(right: Outcome, other: Outcome, tolerance: float) -> list[Difference]:
+    """What differs by more than ``tolerance``, the worst of each kind first."""
+    return [d for d in errors(right, other) if not d.error <= tolerance]
+
+
+def errors(right: Outcome, other: Outcome) -> list[Difference]:
+    """Every number and tensor with its error, the worst of each kind first."""
+    found = list(_numbers(right.numbers, other.numbers))
+    for kind, tensors in right.tensors.items():
+        found += sorted(_tensors(kind, tensors, other.tensors.get(kind, {})), key=_badness)
+    return found
+
+
+def worst(found: list[Difference]) -> float:
+    """The largest error."""
+    return max((d.error for d in found), default=0.0)
+
+
+def _badness(difference: Difference) -> float:
+    return -difference.error if difference.error == difference.error else -math.inf
+
+
+def _numbers(right: Mapping[str, float], other: Mapping[str, float]) -> Iterator[Difference]:
+    for name in {**right, **other}:
+        if name not in right or name not in other:
+            yield Difference("number", name, math.inf)
+            continue
+        a, b = right[name], other[name]
+        error = abs(a - b) / max(abs(a), 1e-12)
+        error = error if error == error else math.inf
+        yield Difference("number", name, error, b / a if a and error > 1e-6 else None)
+
+
+def _tensors(
+    kind: str, right: Mapping[str, Tensor], other: Mapping[str, Tensor]
+) -> Iterator[Difference]:
+    largest = max((_size(t) for t in right.values()), default=0.0)
+    for name in {**right, **other}:
+        a, b = right.get(name), other.get(name)
+        if a is None or b is None or a.shape != b.shape:
+            yield Difference(kind, name, math.inf)
+            continue
+        scale = max(_size(a), _FLOOR.get(kind, _AMPLIFIED) * largest, 1e-300)
+        error = float((a - b).abs().max()) / scale if a.numel() else 0.0
+        if error != error:
+            error = math.inf
+        yield Difference(kind, name, error, _factor(a, b) if 1e-6 < error < math.inf else None)
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _factor(right: Tensor, other: Tensor) -> float | None:
+    """The number that makes ``right`` into ``other``, if there is one."""
+    right, other = right.double().flatten(), other.double().flatten()
+    square = float(right @ right)
+    if not square:
+        return None
+    factor = float(right @ other) / square
+    rest = float((other - factor * right).norm()) / math.sqrt(square)
+    return factor if rest < 1e-6 else None
+
+
+def _meaning(factor: float, layout: LayoutSection, micros: int) -> str:
+    """What of the layout has that size: ``" (x layout.tensor)"``."""
+    sizes = {
+        f"layout.{axis}": getattr(layout, axis)
+        for axis in ("replicate", "shard", "expert", "context", "tensor", "pipeline")
+    }
+    sizes |= {
+        "the micro-batches of a rank": micros,
+        "the ranks with samples of their own": layout.data_ranks,
+        "all micro-batches": micros * layout.data_ranks,
+        "all ranks": layout.ranks,
+    }
+    for power, sign in ((1, "x "), (-1, "/ "), (0.5, "x root of "), (-0.5, "/ root of ")):
+        for name, size in sizes.items():
+            if size > 1 and abs(factor / size**power - 1) < 1e-6:
+                return f" ({sign}{name})"
+    return ""
