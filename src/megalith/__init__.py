@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from megalith.generate import generate
     from megalith.recipe import Recipe, load, parse
     from megalith.train.loop import Run, train
+    from megalith.verify import verify
 
 __version__ = "0.1.0"
 
-__all__ = ["MegalithError", "Recipe", "Run", "generate", "load", "parse", "train"]
+__all__ = ["MegalithError", "Recipe", "Run", "generate", "load", "parse", "train", "verify"]
 
 # Torch takes seconds to import, so a name is fetched when it is first used.
 _HOMES = {
@@ -34,7 +35,11 @@ _HOMES = {
     "parse": "megalith.recipe",
 }
 # Verbs that have the name of a module, and where the function is.
-_VERBS = {"train": "megalith.train.loop", "generate": "megalith.generate"}
+_VERBS = {
+    "train": "megalith.train.loop",
+    "generate": "megalith.generate",
+    "verify": "megalith.verify",
+}
 
 
 class _Verb(ModuleType):

@@ -190,7 +190,8 @@ def _begin(context: ForkContext | ForkServerContext, settings: rank.Settings) ->
         for end in (there, *outputs):
             stack.enter_context(end)
         process = context.Process(target=rank.run, args=(settings, there, outputs))
-        sys.stdout.flush(), sys.stderr.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         start_at = settings.log.stat().st_size if settings.log.exists() else 0
         with _without_main(settings.work):
             process.start()

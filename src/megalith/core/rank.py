@@ -117,7 +117,8 @@ def _work(given: Any) -> Any:
 
 def _redirect(rank: int, log: int, outputs: tuple[Connection, Connection]) -> None:
     """Rank 0 prints where the parent does, the others into their logs."""
-    sys.stdout.flush(), sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.fileno() if rank == 0 else log, number)
         output.close()

@@ -26,7 +26,7 @@ def pack(value: Any) -> bytes:
 
 def unpack(data: bytes) -> Any:
     """The value that :func:`pack` was given. Only for bytes from a process of this run."""
-    return ForkingPickler.loads(data)
+    return ForkingPickler.loads(data)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _reduce(tensor: Tensor) -> tuple[Any, tuple[bytes, torch.dtype, tuple[int, ...]]]:

@@ -18,6 +18,7 @@ import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -203,17 +204,18 @@ def _check_store(world: World) -> None:
         )
 
 
-def _meeting_point(world: World) -> dict[str, object]:
+def _meeting_point(world: World) -> dict[str, Any]:
     if world.meeting != "env://":
         return {"init_method": world.meeting, "rank": world.rank, "world_size": world.size}
     if not _store_is_shared():
         return {"init_method": "env://"}
     # One agent with one store: a prefix for each attempt keeps old addresses apart.
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         os.environ["MASTER_ADDR"],
         _number(os.environ, "MASTER_PORT"),
         is_master=False,
         timeout=datetime.timedelta(seconds=_CONNECTING),
     )
-    prefixed = dist.PrefixStore(f"megalith-{world.restart}", store)
+    prefix = f"megalith-{world.restart}"
+    prefixed = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
     return {"store": prefixed, "rank": world.rank, "world_size": world.size}

@@ -95,8 +95,7 @@ def _on_copies(norms: list[nn.Module], inner: AbstractContextManager[Any]) -> It
 
 def _operators() -> frozenset[Any]:
     aten = torch.ops.aten
-    grouped = torch.ops.megalith.grouped.default  # of a mixture's experts
-    return frozenset([*(getattr(aten, name).default for name in _EXPENSIVE), grouped])
+    return frozenset([*(getattr(aten, name).default for name in _EXPENSIVE), grouped.PRODUCT])
 
 
 def _policy(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -48,7 +48,7 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def gather_used(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Like :func:`gather`, where each rank uses the whole for its own work: gradients are summed."""
+    """Like :func:`gather`, but each rank uses the whole for its own work: gradients are summed."""
     return x if group is None else _Gather.apply(x, dim, group, True)  # pyright: ignore
 
 

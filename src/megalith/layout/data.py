@@ -32,7 +32,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-
 from torch.nn.parallel import DistributedDataParallel
 
 from megalith.core import devices
@@ -43,7 +42,7 @@ from megalith.layout.units import units
 from megalith.recipe.schema import LayoutSection
 
 _BUCKET = 25 << 20
-"""Bytes of gradients that are summed at once: large enough for bandwidth, small enough to overlap."""
+"""Bytes of gradients that are summed at once: many for bandwidth, few for overlap."""
 
 
 class Sync(Protocol):
@@ -226,7 +225,7 @@ def shard(
 
 
 def sum_partial(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Add up over ``group`` the gradients of parameters that each rank used for a part of the work."""
+    """Add up over ``group`` gradients of parameters that each rank used for its part of the work."""
     grads = [local(t.grad) for t in tensors if t.grad is not None]
     if group is None or not grads:
         return

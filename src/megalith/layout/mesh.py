@@ -81,7 +81,8 @@ class Mesh:
         At least one of them must be spread; the first call with new axes must be made by all ranks.
         """
         chosen = tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
-        assert self._devices is not None and chosen
+        assert self._devices is not None, "one process has no device mesh"
+        assert chosen, f"none of {axes} is spread"
         if chosen not in self._joined:
             part = self._devices[chosen]
             self._joined[chosen] = part if len(chosen) == 1 else part._flatten("_".join(chosen))

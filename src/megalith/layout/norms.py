@@ -18,7 +18,7 @@ from megalith.layout import collectives
 
 
 def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let every batch norm of ``model`` use the statistics of all samples of ``group``, in place."""
+    """Let every batch norm of ``model`` use the statistics of all samples of ``group``."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.forward = _forward(module, group)

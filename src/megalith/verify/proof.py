@@ -49,6 +49,7 @@ class Verdict:
     differences: list[Difference]
     seconds: float
     micros: int = 1
+    precision: str = "float64"
     axes: tuple[str, ...] = ()
     failure: str | None = None
 
@@ -63,14 +64,16 @@ class Proof:
     """Proofs of a recipe's layouts; what one process computes is kept for the next layout.
 
     Args:
-        dtype: float64, or what the recipe trains in.
+        dtype: of weights and optimizer state: float64, or float32 beside ``precision``.
         tolerance: largest relative difference that is right.
+        precision: of matmuls; if given, only loss and gradients are compared: Adam makes large
+            differences of small ones.
     """
 
     recipe: Recipe
     dtype: torch.dtype = torch.float64
     tolerance: float = EXACT
-    own_precision: bool = False
+    precision: str | None = None
     _right: dict[tuple[Any, ...], _Right] = field(default_factory=dict, repr=False)
 
     def of_all(self, wanted: Sequence[LayoutSection]) -> Iterator[Verdict]:
@@ -111,10 +114,12 @@ class Proof:
             found = launch.start(
                 same[0].ranks,
                 _judge_all,
-                (jobs, self.dtype, self.tolerance),
+                (jobs, self),
                 fork=True,
                 timeout=120,
             )
+            if self.precision is not None:
+                return found
             return [
                 self._go_on(verdict, *job[1:]) for verdict, job in zip(found, jobs, strict=True)
             ]
@@ -153,7 +158,7 @@ class Proof:
                 problem(self.recipe, micros, needs_layers(layout)),
                 self.dtype,
                 merged,
-                self.own_precision,
+                self.precision,
             )
         return self._right[key]
 
@@ -178,8 +183,8 @@ class _Right:
     folder: Any
 
 
-def _right(given: Problem, dtype: torch.dtype, merged: int, own_precision: bool) -> _Right:
-    plain, own = _recipes(given.recipe, own_precision)
+def _right(given: Problem, dtype: torch.dtype, merged: int, precision: str | None) -> _Right:
+    plain, own = _recipes(given.recipe, precision)
     folder = tempfile.TemporaryDirectory(prefix="megalith-verify-")
     saved = Path(folder.name) / "saved"
     updates = [_merge(update, merged) for update in given.updates]
@@ -191,9 +196,9 @@ def _right(given: Problem, dtype: torch.dtype, merged: int, own_precision: bool)
     return _Right(given, gradients, clipped, trial.run(going_on), going_on, folder)
 
 
-def _recipes(recipe: Recipe, own_precision: bool) -> tuple[Recipe, Recipe]:
+def _recipes(recipe: Recipe, precision: str | None) -> tuple[Recipe, Recipe]:
     """Plain SGD without clipping, and the recipe's own optimizer with clipping."""
-    train = recipe.train.model_copy(update={} if own_precision else {"precision": "fp32"})
+    train = recipe.train.model_copy(update={"precision": precision or "fp32", "compile": False})
     steady = {"schedule": "constant", "warmup": 0}
     sgd = {**steady, "name": "sgd", "factory": None, "args": {}, "momentum": 0.0, "groups": []}
     plain = {
@@ -226,37 +231,42 @@ def _micros(layout: LayoutSection) -> int:
     return 8 if 8 % least == 0 else least
 
 
-def _judge_all(
-    jobs: Sequence[tuple[LayoutSection, _Right, Path]], dtype: torch.dtype, tolerance: float
-) -> list[Verdict]:
+def _judge_all(jobs: Sequence[tuple[LayoutSection, _Right, Path]], proof: Proof) -> list[Verdict]:
     """On every rank: try each layout; the main rank compares."""
-    return [_judge(layout, right, folder, dtype, tolerance) for layout, right, folder in jobs]
+    return [_judge(layout, right, folder, proof) for layout, right, folder in jobs]
 
 
-def _judge(
-    layout: LayoutSection, right: _Right, folder: Path, dtype: torch.dtype, tolerance: float
-) -> Verdict:
+def _judge(layout: LayoutSection, right: _Right, folder: Path, proof: Proof) -> Verdict:
     start = time.perf_counter()
     given = right.problem
-    plain, own = _recipes(given.recipe, right.last.recipe.train.precision != "fp32")
-    plain, own = (one.model_copy(update={"layout": layout}) for one in (plain, own))
-    common = (given.evaluation, given.facts, dtype)
+    plain, own = (
+        one.model_copy(update={"layout": layout}) for one in _recipes(given.recipe, proof.precision)
+    )
+    common = (given.evaluation, given.facts, proof.dtype)
     first, last = given.updates[:-1], given.updates[-1:]
-    pairs = [
-        (right.gradients, trial.run(Trial(plain, first, *common))),
-        (right.updates, trial.run(Trial(own, first, *common, save=folder / "saved"))),
-        (right.after, trial.run(Trial(own, last, *common, load=right.last.load))),
-    ]
+    pairs = [(right.gradients, trial.run(Trial(plain, first, *common)))]
+    if proof.precision is None:
+        saved = Trial(own, first, *common, save=folder / "saved")
+        pairs.append((right.updates, trial.run(saved)))
+        pairs.append((right.after, trial.run(Trial(own, last, *common, load=right.last.load))))
+    else:
+        pairs = [(_only_gradients(a), _only_gradients(b)) for a, b in pairs]
     if keeps_statistics(given.recipe) and not layout.synchronised_norms:
         pairs = [(_without_statistics(a), _without_statistics(b)) for a, b in pairs]
     found = [difference for pair in pairs for difference in errors(*pair)]
     return Verdict(
         layout,
         worst(found),
-        [d for d in found if not d.error <= tolerance],
+        [d for d in found if not d.error <= proof.tolerance],
         time.perf_counter() - start,
         micros=_micros(layout) // layout.data_ranks,
+        precision=proof.precision or "float64",
     )
+
+
+def _only_gradients(outcome: Outcome) -> Outcome:
+    numbers = {name: v for name, v in outcome.numbers.items() if name.endswith("of update 1")}
+    return Outcome(numbers, {"gradient": outcome.tensors.get("gradient", {})})
 
 
 def _without_statistics(outcome: Outcome) -> Outcome:
