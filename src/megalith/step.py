@@ -258,7 +258,7 @@ class Step:
             return model(*args, **options)
 
     def _draw(self, model: nn.Module, micro: int) -> None:
-        """Seed dropout: by the micro-batch among those of all ranks, and by what a rank has of it."""
+        """Seed dropout by the micro-batch among those of all ranks, and what a rank has of it."""
         mesh = self.mesh
         everywhere = micro * mesh.data_ranks + mesh.data_rank
         seeds.set_default(self.seed, "dropout", self.done, everywhere, *self.spread.share_of(model))

@@ -225,7 +225,7 @@ def shard(
 
 
 def sum_partial(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Add up over ``group`` gradients of parameters that each rank used for its part of the work."""
+    """Add up over ``group`` gradients that each rank has found for its part of the work."""
     grads = [local(t.grad) for t in tensors if t.grad is not None]
     if group is None or not grads:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 
 from torch import nn
@@ -55,7 +56,7 @@ def cut(
         if chosen != sorted(set(chosen)):
             raise RecipeError("layout.cuts: the parts must be in the order of the model")
     edges = [0, *chosen, len(names)]
-    return [names[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [names[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def _balance(costs: list[float], places: list[int], stages: int) -> list[int]:

@@ -72,7 +72,7 @@ class Optimizers:
         return found
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what :meth:`state_tensors` gave, bit for bit; of sharded ones, this rank's part."""
+        """Put back what :meth:`state_tensors` gave, or a rank's part of it, bit for bit."""
         by_name = {name: parameter for parameter, name in self.names.items()}
         owner = {p: part for part in self.parts for g in part.param_groups for p in g["params"]}
         for path, value in tensors.items():
