@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megalith.core import launch
+from megalith.core import imports, launch
 from megalith.core.diagnose import RankFailed
 from megalith.core.errors import MegalithError
 from megalith.recipe import Recipe
@@ -29,6 +29,7 @@ from megalith.verify.trial import Outcome, Trial
 EXACT = 1e-11
 """Of float64: right layouts come to 1e-13, mistakes to 1e-2 (measured)."""
 
+_STEPS = 5  # of the schedule, of which three are run
 _CLIP = 0.05  # a limit that every gradient here exceeds
 _BATCH = 8  # layouts of one number of ranks that share their ranks' start
 
@@ -94,6 +95,10 @@ class Proof:
             took = time.perf_counter() - start
             verdict = Verdict(layout, float("inf"), [], took, failure=str(error))
         return verdict if verdict.right else replace(verdict, axes=self._axes(layout))
+
+    def prepare(self, layout: LayoutSection) -> None:
+        """Compute now what one process computes for ``layout``; later proofs use it as it is."""
+        self._one_process(layout)
 
     def _together(self, same: Sequence[LayoutSection]) -> Iterator[Verdict]:
         try:
@@ -198,16 +203,21 @@ def _right(given: Problem, dtype: torch.dtype, merged: int, precision: str | Non
 
 def _recipes(recipe: Recipe, precision: str | None) -> tuple[Recipe, Recipe]:
     """Plain SGD without clipping, and the recipe's own optimizer with clipping."""
-    train = recipe.train.model_copy(update={"precision": precision or "fp32", "compile": False})
-    steady = {"schedule": "constant", "warmup": 0}
-    sgd = {**steady, "name": "sgd", "factory": None, "args": {}, "momentum": 0.0, "groups": []}
+    train = recipe.train.model_copy(
+        update={"precision": precision or "fp32", "compile": False, "steps": _STEPS}
+    )
+    sgd = {"schedule": "constant", "warmup": 0, "name": "sgd", "factory": None, "args": {}, "momentum": 0.0, "groups": []}
     plain = {
         "train": train.model_copy(update={"clip": None}),
         "optim": recipe.optim.model_copy(update={**sgd, "lr": 0.1}),
     }
+    # A rate that falls with each update: a schedule that counts ranks or micro-batches shows.
+    falling: dict[str, object] = {"warmup": 0}
+    if not imports.is_reference(recipe.optim.schedule):
+        falling["schedule"] = "cosine"
     own = {
         "train": train.model_copy(update={"clip": _CLIP}),
-        "optim": recipe.optim.model_copy(update=steady),
+        "optim": recipe.optim.model_copy(update=falling),
     }
     return recipe.model_copy(update=plain), recipe.model_copy(update=own)
 
@@ -226,9 +236,9 @@ def _merge(update: trial.Update, ranks: int) -> trial.Update:
 
 
 def _micros(layout: LayoutSection) -> int:
-    """Micro-batches of an update over all ranks: two or more on each, and eight where that fits."""
+    """Micro-batches of an update over all ranks: at least two on each, and four in all."""
     least = layout.data_ranks * max(2, layout.pipeline)
-    return 8 if 8 % least == 0 else least
+    return max(4, least)
 
 
 def _judge_all(jobs: Sequence[tuple[LayoutSection, _Right, Path]], proof: Proof) -> list[Verdict]:

@@ -89,7 +89,11 @@ def run(trial: Trial) -> Outcome:
     pieces = built.pieces()
     for kind, part in {"parameter": "model", "state": "optimizer", "average": "ema"}.items():
         outcome.tensors[kind] = gather(pieces.get(part, {}), mesh)
-    _evaluate(outcome, built, trial.evaluation)
+    _evaluate(outcome, built, trial.evaluation, "evaluation")
+    if built.ema is not None:
+        # Weights change without a backward pass: what holds on to the old ones shows.
+        with built.ema.applied():
+            _evaluate(outcome, built, trial.evaluation, "evaluation of the average")
     if trial.save is not None:
         state = {**checkpoint.numbers(built), "recipe": trial.recipe.model_dump(mode="json")}
         checkpoint.save(trial.save, built.done, pieces, state, mesh)
@@ -109,7 +113,7 @@ def _gradients(built: Step) -> dict[str, Piece]:
     }
 
 
-def _evaluate(outcome: Outcome, built: Step, batches: Sequence[Batch]) -> None:
+def _evaluate(outcome: Outcome, built: Step, batches: Sequence[Batch], what: str) -> None:
     totals: dict[str, float] = {}
     ranks, rank = built.mesh.data_ranks, built.mesh.data_rank
     for first in range(0, len(batches), ranks):
@@ -118,7 +122,7 @@ def _evaluate(outcome: Outcome, built: Step, batches: Sequence[Batch]) -> None:
             batch = _nothing(batch)
         for name, value in built.evaluate(batch).items():
             totals[name] = totals.get(name, 0.0) + float(value)
-    outcome.numbers |= {f"{name} of evaluation": value for name, value in totals.items()}
+    outcome.numbers |= {f"{name} of {what}": value for name, value in totals.items()}
 
 
 def _nothing(batch: Batch) -> Batch:
