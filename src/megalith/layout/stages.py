@@ -30,10 +30,10 @@ def cut(
 
     Args:
         costs: of each part, in the order in which they run.
-        cuts: the first part of each further stage; empty: so that the dearest stage is cheapest.
+        cuts: the first unit of each further stage; empty: so that the dearest stage is cheapest.
 
     Raises:
-        RecipeError: there are too few parts, or ``cuts`` names none.
+        RecipeError: there are too few units, or ``cuts`` names none.
     """
     names = list(costs)
     inside = set(units(model))
@@ -45,9 +45,10 @@ def cut(
     if not cuts:
         chosen = _balance([costs[name] for name in names], places[1:], stages)
     else:
-        unknown = [name for name in cuts if name not in names]
+        allowed = [names[place] for place in places if place]
+        unknown = [name for name in cuts if name not in allowed]
         if unknown or len(cuts) != stages - 1:
-            what = f"'{unknown[0]}' is no part" if unknown else f"{len(cuts)} cuts"
+            what = f"no stage can begin with '{unknown[0]}'" if unknown else f"{len(cuts)} cuts"
             raise RecipeError(
                 f"layout.cuts: {what}; {stages} stages need {stages - 1} names such as "
                 f"'{names[places[1]]}'"
