@@ -138,7 +138,7 @@ def spawned(recipe: Recipe, *options: str, launcher: tuple[str, ...] = ()) -> su
     megalith = str(Path(sys.executable).parent / "megalith")
     # One thread each, so that bits can be compared.
     environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.Popen(
@@ -311,6 +311,17 @@ def test_a_task_with_other_names_is_told_what_to_do() -> None:
 
     with pytest.raises(RecipeError, match=r"^evaluate\.batches: "):
         without_targets({"answer": torch.ones(2)}, Other())
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_are_joined_and_one_of_them_prints(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
+    launcher = (*torchrun, "--nproc-per-node", "2")
+    said = finished(spawned(recipe(folder, "layout.shard=2"), "--resume", launcher=launcher))
+    assert said.count("report:") == 1
+    assert said.count(f"{UPDATES}/{UPDATES}") == 2  # a line of training, one of validation
+    assert_same(alone, folder)
 
 
 @pytest.mark.slow

@@ -41,12 +41,15 @@ def train(
     ] = False,
 ) -> None:
     """Train a model and leave a run folder: checkpoints, metrics, samples and a report."""
+    from megalith.core.world import speaks
+
     loaded = megalith.load(recipe, *overrides or [])
     with Preparation() as progress:
         run = megalith.train(loaded, resume=resume, overwrite=overwrite, progress=progress)
     if run.sample is not None:
         print(f"sample:\n{textwrap.indent(printable(run.sample), '  ')}")
-    print(f"{run.status.replace('_', ' ')} at update {run.step}; report: {run.report}")
+    if speaks():
+        print(f"{run.status.replace('_', ' ')} at update {run.step}; report: {run.report}")
     if run.signal:
         raise typer.Exit(128 + run.signal)
 

@@ -65,6 +65,12 @@ def found(environment: Mapping[str, str] = os.environ) -> World | None:
     return None
 
 
+def speaks(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process prints: it is alone, or rank 0."""
+    world = found(environment)
+    return world is None or world.rank == 0
+
+
 def _torchrun(environment: Mapping[str, str]) -> World:
     if "LOCAL_RANK" not in environment and _number(environment, "PET_NPROC_PER_NODE", 1) > 1:
         raise TrainingError(
