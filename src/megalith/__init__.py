@@ -18,13 +18,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megalith.core.errors import MegalithError
     from megalith.generate import generate
+    from megalith.layout.spread import spread
     from megalith.recipe import Recipe, load, parse
     from megalith.train.loop import Run, train
     from megalith.verify import verify
 
 __version__ = "0.1.0"
 
-__all__ = ["MegalithError", "Recipe", "Run", "generate", "load", "parse", "train", "verify"]
+__all__ = [
+    "MegalithError",
+    "Recipe",
+    "Run",
+    "generate",
+    "load",
+    "parse",
+    "spread",
+    "train",
+    "verify",
+]
 
 # Torch takes seconds to import, so a name is fetched when it is first used.
 _HOMES = {
@@ -33,6 +44,7 @@ _HOMES = {
     "Run": "megalith.train.loop",
     "load": "megalith.recipe",
     "parse": "megalith.recipe",
+    "spread": "megalith.layout.spread",
 }
 # Verbs that have the name of a module, and where the function is.
 _VERBS = {

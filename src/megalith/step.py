@@ -13,14 +13,16 @@ step.update(measured)                     # clip, schedule, optimizer, average; 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalith import models, optim, tasks
-from megalith.core import imports, seeds
+from megalith.core import imports
 from megalith.layout import check, context, vocabulary
 from megalith.layout.apply import Spread, apply, fill
 from megalith.layout.mesh import Mesh, single
@@ -114,7 +116,7 @@ class Step:
         sums: dict[str, Tensor] = {}
 
         def objective(model: nn.Module, micro: int) -> Tensor:
-            self._draw(model, micro)
+            self.spread.draw(model, micro, self.seed, self.done)
             with self.precision.forward():
                 loss = self.task.loss(model, batches[micro])
             objective = loss.total / count.clamp(min=1)
@@ -252,16 +254,10 @@ class Step:
     def _hidden(self, batches: Sequence[Batch], model: nn.Module, micro: int) -> Tensor:
         """What a stage of a pipeline hands to the next one."""
         if model.training:
-            self._draw(model, micro)
+            self.spread.draw(model, micro, self.seed, self.done)
         args, options = self.task.inputs(batches[micro])  # pyright: ignore
         with self.precision.forward():
             return model(*args, **options)
-
-    def _draw(self, model: nn.Module, micro: int) -> None:
-        """Seed dropout by the micro-batch among those of all ranks, and what a rank has of it."""
-        mesh = self.mesh
-        everywhere = micro * mesh.data_ranks + mesh.data_rank
-        seeds.set_default(self.seed, "dropout", self.done, everywhere, *self.spread.share_of(model))
 
     def _sum_loads(self, loads: Tensor) -> Tensor:
         """Experts' loads over all ranks that saw other tokens."""
@@ -277,6 +273,7 @@ def build(
     device: torch.device,
     mesh: Mesh | None = None,
     dtype: torch.dtype = torch.float32,
+    inside: AbstractContextManager[Any] | None = None,
 ) -> Step:
     """The step that ``recipe`` describes, with its initial weights, or one rank's part of it.
 
@@ -284,33 +281,44 @@ def build(
         facts: what the data knows, see ``megalith.data.Splits``.
         mesh: left out: one process.
         dtype: of weights and optimizer state; float64 for comparisons.
+        inside: of a trace: where everything that needs memory is made; weights get no values.
 
     Raises:
         RecipeError: a part of the recipe does not fit the data, or a reference fails.
     """
     section, mesh = recipe.train, mesh or single()
     config = models.resolve(recipe.model, facts)
-    task = tasks.build(recipe.task)
+    task = _task(recipe, mesh, config)
     if mesh.size > 1:
         check.check(recipe, config, task)
     precision = Precision(section.precision, device)
-    spread = _spread(recipe, config, precision, mesh, dtype)
-    if mesh.spread("tensor") and hasattr(task, "head_loss"):
-        group, vocab = mesh.group("tensor"), config.vocab
-        task.head_loss = partial(vocabulary.linear_cross_entropy, group=group, vocab=vocab)
+    spread, initial = _spread(recipe, config, precision, mesh, dtype, inside is not None)
     regularizer = recipe.task.regularizer
-    return Step(
-        spread=spread,
-        task=task,
-        optimizers=optim.build(recipe.optim, spread.model),
-        schedule=optim.build_schedule(recipe.optim, section.steps),
-        precision=precision,
-        clip=section.clip,
-        regularizer=imports.resolve(regularizer, "task.regularizer") if regularizer else None,
-        ema=optim.Ema(named_parameters(spread.model), section.ema) if section.ema else None,
-        loss_scale=LossScale() if section.precision == "fp16" else None,
-        seed=section.seed,
-    )
+    with inside or nullcontext():
+        spread.settle(device, _nothing if inside else initial)
+        return Step(
+            spread=spread,
+            task=task,
+            optimizers=optim.build(recipe.optim, spread.model),
+            schedule=optim.build_schedule(recipe.optim, section.steps),
+            precision=precision,
+            clip=section.clip,
+            regularizer=imports.resolve(regularizer, "task.regularizer") if regularizer else None,
+            ema=optim.Ema(named_parameters(spread.model), section.ema) if section.ema else None,
+            loss_scale=LossScale() if section.precision == "fp16" else None,
+            seed=section.seed,
+        )
+
+
+def _task(recipe: Recipe, mesh: Mesh, config: Any) -> Task:
+    """The task, with the loss of a vocabulary that may be divided."""
+    task = tasks.build(recipe.task)
+    if mesh.spread("tensor") and hasattr(task, "head_loss"):
+        divided = partial(
+            vocabulary.linear_cross_entropy, group=mesh.group("tensor"), vocab=config.vocab
+        )
+        task.head_loss = divided  # pyright: ignore
+    return task
 
 
 def _spread(
@@ -319,13 +327,23 @@ def _spread(
     precision: Precision,
     mesh: Mesh,
     dtype: torch.dtype,
-) -> Spread:
-    """The model with its weights; of a family of ours, never more of it than this rank's part."""
+    traced: bool,
+) -> tuple[Spread, Any]:
+    """The model, and what gives it its weights if it has none yet.
+
+    A family of ours never takes more memory than this rank's part of it.
+    """
     section = recipe.train
-    bare = mesh.size > 1 and not models.brings_weights(config)
-    model = models.build(config, section.seed, "meta" if bare else precision.device).to(dtype)
-    initial = partial(fill, seed=section.seed) if bare else None
-    return apply(model, recipe.layout, mesh, precision, section, initial)
+    bare = traced or (mesh.size > 1 and not models.brings_weights(config))
+    device = "meta" if bare else precision.device
+    model = models.build(config, section.seed, device)
+    model = model if dtype == torch.float32 else model.to(dtype)
+    spread = apply(model, recipe.layout, mesh, precision, section)
+    return spread, partial(fill, seed=section.seed) if bare else None
+
+
+def _nothing(model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+    """Leave weights as they are: nobody will look at them."""
 
 
 def _shape(batch: Batch) -> tuple[tuple[int, ...], ...]:

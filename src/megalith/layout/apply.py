@@ -65,6 +65,25 @@ class Spread:
     tied: list[str] = field(default_factory=list)
     ends: dist.ProcessGroup | None = None
 
+    def settle(
+        self,
+        device: torch.device,
+        fill: Callable[[nn.Module, dict[str, Piece]], None] | None = None,
+    ) -> Spread:
+        """Put weights into a model that was spread on the ``meta`` device, and watch them.
+
+        Args:
+            fill: puts weights into each parameter's and buffer's piece; left out: they are there.
+        """
+        if fill is not None:
+            host = torch.device("cpu") if self.section.offload else device
+            for part in models(self.model):
+                part.to_empty(device=host)
+            fill(self.model, self.pieces())
+        if not self.mesh.spread("shard"):  # what watches parameters needs them as they will stay
+            self.syncs = [_repeat(self, part) for part in models(self.model)]
+        return self
+
     def run(
         self,
         micros: int,
@@ -140,6 +159,16 @@ class Spread:
             if parameter.grad is not None
         ]
 
+    def draw(self, model: nn.Module, micro: int, seed: int, done: int) -> None:
+        """Seed dropout by the micro-batch among those of all ranks, and what a rank has of it.
+
+        Args:
+            micro: number among this rank's micro-batches of the update.
+            done: updates before this one.
+        """
+        everywhere = micro * self.mesh.data_ranks + self.mesh.data_rank
+        seeds.set_default(seed, "dropout", done, everywhere, *self.share_of(model))
+
     def share_of(self, model: nn.Module) -> list[int]:
         """Which part of a micro-batch's activations ``model`` works on here, for random draws.
 
@@ -175,13 +204,11 @@ def apply(
     mesh: Mesh,
     precision: Precision,
     train: TrainSection,
-    fill: Callable[[nn.Module, dict[str, Piece]], None] | None = None,
 ) -> Spread:
-    """Spread ``model`` as the recipe says.
+    """Spread ``model`` as the recipe says; :meth:`Spread.settle` is still to be called.
 
     Args:
-        model: whole, on the ``meta`` device if ``fill`` is given; changed in place or copied.
-        fill: puts weights into the parts, given each parameter's and buffer's piece.
+        model: whole; changed in place or copied. On the ``meta`` device it needs no memory yet.
 
     Raises:
         RecipeError: the model has not the parts that the layout works on, or sizes do not divide.
@@ -197,13 +224,6 @@ def apply(
             data.shard(part, mesh, section, precision, _apart(part, mesh))
             for part in models(spread.model)
         ]
-    if fill is not None:
-        host = torch.device("cpu") if section.offload else precision.device
-        for part in models(spread.model):
-            part.to_empty(device=host)
-        fill(spread.model, spread.pieces())
-    if not mesh.spread("shard"):  # what watches parameters needs them as they will stay
-        spread.syncs = [_repeat(spread, part, section, mesh) for part in models(spread.model)]
     return spread
 
 
@@ -301,8 +321,9 @@ def _apart(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
     return expert.parts(model) if mesh.spread("expert") else []
 
 
-def _repeat(spread: Spread, model: nn.Module, section: LayoutSection, mesh: Mesh) -> data.Sync:
+def _repeat(spread: Spread, model: nn.Module) -> data.Sync:
     """Sum the gradients of ``model`` over the ranks that have samples, or parts of them."""
+    section, mesh = spread.section, spread.mesh
     every = mesh.group("replicate", "expert", "context")
     if every is None:
         return data.Alone()

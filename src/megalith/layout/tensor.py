@@ -216,12 +216,25 @@ def _expect(module: nn.Module, kind: type[nn.Module], word: str) -> None:
 
 
 def check_table(model: nn.Module, table: Mapping[str, str]) -> None:
-    """Refuse a table of the user's with a pattern that fits nothing.
+    """Refuse a table of the user's with a pattern that fits nothing, or fits a shared weight.
 
     Raises:
         RecipeError: the pattern, and a name that there is.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    holders: dict[Tensor, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(name)
+    for found in holders.values():
+        named = [name for name in found if any(_names(pattern, name) for pattern in table)]
+        if named and len(found) > 1:
+            other = next(name for name in found if name != named[0])
+            raise RecipeError(
+                f"layout.split: '{named[0]}' shares its weight with '{other}'; a shared weight "
+                "cannot be divided by name"
+            )
     for pattern in table:
         if not any(_names(pattern, name) for name in names):
             example = names[0] if names else "none"
