@@ -63,7 +63,7 @@ def toy_step(
     section = recipe.train
     precision = Precision(section.precision, torch.device("cpu"))
     return step.Step(
-        spread=apply(model, recipe.layout, single(), precision, section),
+        spread=apply(model, recipe.layout, single(), precision, section).settle(precision.device),
         task=task or Language(),
         optimizers=optim.build(recipe.optim, model),
         schedule=optim.build_schedule(recipe.optim, section.steps),

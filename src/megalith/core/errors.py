@@ -26,6 +26,10 @@ class TrainingError(MegalithError):
     """Training cannot go on, for example after too many non-finite gradients in a row."""
 
 
+class PlanError(MegalithError):
+    """A step cannot be planned: it could not be traced, or the machine is not known."""
+
+
 class MissingExtra(MegalithError):
     """An optional package is needed: the message names the extra that brings it."""
 

@@ -99,6 +99,16 @@ class Mesh:
         """The ranks that differ from this one on ``axes`` only; ``None`` if it is alone."""
         return self.devices(*axes).get_group() if self.spread(*axes) else None
 
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of each group that this rank has used, by the group's name."""
+        made = [self._joined[axes].get_group() for axes in self._joined]
+        world = [dist.group.WORLD] if self.size > 1 else []
+        return {
+            group.group_name: tuple(dist.get_process_group_ranks(group))
+            for group in [*made, *world]
+            if group is not None
+        }
+
     def sum_(self, values: Tensor) -> Tensor:
         """Add up ``values`` over all ranks, in place; the same on every rank afterwards."""
         if self.size > 1:

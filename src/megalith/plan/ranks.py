@@ -1,0 +1,89 @@
+"""One rank of a large job, alone in its process: groups of any size whose collectives do nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed._mesh_layout import _MeshLayout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+_MESH = (
+    "__init__",
+    "__getitem__",
+    "_concatenate",
+    "_flatten",
+    "_unflatten",
+    "mesh",
+    "get_coordinate",
+    "_create_sub_mesh",
+    "size",
+)
+
+
+def join(ranks: int, rank: int, device: str) -> None:
+    """Be rank ``rank`` of ``ranks``; for a worker process of the planner, once."""
+    for name in _MESH:
+        if name in DeviceMesh.__dict__:
+            _really(DeviceMesh, name)
+    _really(_MeshLayout, "remap_to_tensor")
+    _fsdp_param._chunk_with_empty = _chunks  # pyright: ignore
+    backend = "fake" if device == "cpu" else f"cpu:fake,{device}:fake"
+    dist.init_process_group(backend, rank=rank, world_size=ranks, store=FakeStore())
+
+
+def _really(kind: type, name: str) -> None:
+    """Let a method work on real tensors: a mesh's table of ranks is data, not a shape."""
+    found = kind.__dict__[name]
+    if isinstance(found, property):
+        setattr(kind, name, property(_unfaked(found.fget)))
+    elif isinstance(found, staticmethod | classmethod):
+        setattr(kind, name, type(found)(_unfaked(found.__func__)))
+    else:
+        setattr(kind, name, _unfaked(found))
+
+
+def _unfaked(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Chunks:
+    """A parameter's parts, made when they are asked for: of a thousand ranks, one needs its own."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Tensor:
+        size = self._tensor.size(self._dim)
+        each = -(-size // self._count)
+        first, end = min(index * each, size), min((index + 1) * each, size)
+        if first == end:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, first, end - first)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(self._count))
+
+
+def _chunks(tensor: Tensor, num_chunks: int, dim: int) -> Any:
+    return _Chunks(tensor, num_chunks, dim)
+
+
+def fake_mode() -> torch._subclasses.FakeTensorMode:
+    """The mode in which a step is traced."""
+    return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)

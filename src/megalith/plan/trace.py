@@ -1,0 +1,168 @@
+"""The recipe's own step, run once as one rank on tensors without data.
+
+Each trace has a process of its own: an operator that aborts in C++ ends that process, and is one
+line of error here. What it saw comes back as a :class:`Trace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.module_tracker import ModuleTracker
+
+from megalith import step as steps
+from megalith.layout import mesh as meshes
+from megalith.layout.mesh import Mesh
+from megalith.layout.units import named_parameters
+from megalith.plan import accelerator, ranks
+from megalith.plan.accelerator import Target
+from megalith.plan.tracker import Record, Tracker
+from megalith.recipe import Recipe
+from megalith.step import Step
+from megalith.tasks import Batch
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to trace.
+
+    Attributes:
+        facts: of the data: vocabulary, classes.
+        sample: shape and dtype of each tensor of one sample, as ``{"tokens": ([128], "int64")}``.
+        rank: which rank to be.
+        target: the GPU to stand in for; ``None``: the CPU.
+    """
+
+    recipe: Recipe
+    facts: Mapping[str, int]
+    sample: Mapping[str, tuple[tuple[int, ...], str]]
+    rank: int = 0
+    target: Target | None = None
+
+
+@dataclass
+class Trace:
+    """What one rank does in one update.
+
+    Attributes:
+        record: of the update alone, with what was there before it.
+        groups: of each group's name, its ranks.
+        parameters: on this rank.
+        micros: micro-batches of the update on this rank.
+    """
+
+    record: Record
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parameters: int = 0
+    micros: int = 1
+
+
+def trace(job: Job) -> Trace:
+    """Run ``job`` in this process, which is of no other use afterwards.
+
+    Raises:
+        MegalithError: the recipe is refused.
+    """
+    device, stream = torch.device("cpu"), _no_stream
+    if job.target is not None:
+        runtime = accelerator.install(job.target)
+        device, stream = torch.device(accelerator.NAME), runtime.streams.pool
+    layout = job.recipe.layout
+    if layout.ranks > 1:
+        ranks.join(layout.ranks, job.rank, device.type)
+    mesh = meshes.build(layout, device)
+    fake = ranks.fake_mode()
+    built = steps.build(job.recipe, job.facts, device, mesh, inside=fake)
+    with fake:
+        batches = _batches(job, mesh, device)
+        modules = ModuleTracker()
+        tracker = Tracker(device.type, stream, lambda: _innermost(modules))
+        _name_state(tracker, built)
+        for batch in batches:
+            for tensor in batch.values():
+                tracker.name(tensor, "input")
+        with tracker, modules:
+            _update(tracker, built, batches)
+            tracker.start_over()  # the first update found neither gradients nor moments
+            _update(tracker, built, batches)
+    return Trace(
+        record=tracker.record,
+        groups=mesh.groups(),
+        parameters=sum(p.numel() for _, p in named_parameters(built.model)),
+        micros=len(batches),
+    )
+
+
+def _no_stream() -> int:
+    return 0
+
+
+def _innermost(modules: ModuleTracker) -> str:
+    """The path of the module that is running, forward or backward."""
+    return max(modules.parents, key=len, default="").partition(".")[2]
+
+
+def _batches(job: Job, mesh: Mesh, device: torch.device) -> list[Batch]:
+    """This rank's micro-batches of one update."""
+    train = job.recipe.train
+    micros = train.global_batch // (train.micro_batch * mesh.data_ranks)
+    return [
+        {
+            name: torch.zeros(
+                (train.micro_batch, *shape), dtype=getattr(torch, dtype), device=device
+            )
+            for name, (shape, dtype) in job.sample.items()
+        }
+        for _ in range(micros)
+    ]
+
+
+def _name_state(tracker: Tracker, built: Step) -> None:
+    for name, tensor in built.model.state_dict(keep_vars=True).items():
+        del name
+        tracker.name(tensor, "weights" if isinstance(tensor, nn.Parameter) else "buffers")
+    if built.ema is not None:
+        for tensor in built.ema.average.values():
+            tracker.name(tensor, "average")
+    _name_moments(tracker, built)
+
+
+def _name_moments(tracker: Tracker, built: Step) -> None:
+    for part in built.optimizers.parts:
+        for state in part.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    tracker.name(value, "optimizer")
+
+
+def _name_gradients(tracker: Tracker, built: Step) -> None:
+    for _, parameter in named_parameters(built.model):
+        if parameter.grad is not None:
+            tracker.name(parameter.grad, "gradients")
+
+
+def _update(tracker: Tracker, built: Step, batches: list[Batch]) -> None:
+    """One update, told apart into its phases; the step itself knows nothing of it."""
+    backward = torch.autograd.graph._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with tracker.inside(phase="backward"):
+            result = backward(*args, **kwargs)
+        _name_gradients(tracker, built)
+        return result
+
+    torch.autograd.graph._engine_run_backward = run_backward
+    torch.autograd._engine_run_backward = run_backward
+    try:
+        with tracker.inside(phase="forward"):
+            measured = built.backward(batches)
+    finally:
+        torch.autograd.graph._engine_run_backward = backward
+        torch.autograd._engine_run_backward = backward
+    with tracker.inside(phase="update"):
+        built.update(measured)
+    _name_moments(tracker, built)

@@ -1,0 +1,317 @@
+"""What a step allocates, frees, computes and sends, operator by operator.
+
+A dispatch mode sees every operator. Each new storage is watched by a weak reference, so that its
+end is known to the operator; nothing is inferred from a graph. It works on fake and real tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+_NO_KERNEL = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten._unsafe_view.default,
+}
+_COLLECTIVES = ("c10d", "_c10d_functional")
+_NOTHING_SENT = ("wait_tensor", "barrier", "monitored_barrier_")
+
+
+@dataclass
+class Allocated:
+    """One piece of memory, from its first byte to its end.
+
+    Attributes:
+        bytes: as asked for, not rounded.
+        born: place of its allocation in the order of all events.
+        died: place of its end; ``None``: it outlives the trace.
+        stream: which stream's pool it came from.
+        phase: when it was born: ``forward``, ``backward``, ``update`` or ``setup``.
+        end: the phase in which it died.
+        role: what it turned out to be; empty: neither weight, gradient nor state.
+        operator: that made it.
+        module: path of the module that was running.
+        shape: of the first tensor in it.
+    """
+
+    bytes: int
+    born: int
+    stream: int
+    phase: str
+    role: str
+    operator: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    died: int | None = None
+    end: str = ""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What the operators of one kind, phase and dtype add up to.
+
+    Attributes:
+        kind: ``matmul``, ``attention`` or ``memory`` (bound by bandwidth).
+    """
+
+    kind: str
+    phase: str
+    dtype: str
+
+
+@dataclass
+class Amount:
+    """Operators, floating-point operations, and bytes read and written."""
+
+    operators: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective: its name, the bytes of the whole, its group's name, and its phase."""
+
+    name: str
+    bytes: int
+    group: str
+    phase: str
+
+
+@dataclass
+class Record:
+    """Everything that a tracker saw."""
+
+    memory: list[Allocated] = field(default_factory=list)
+    events: int = 0
+    computed: dict[Computed, Amount] = field(default_factory=dict)
+    sent: list[Sent] = field(default_factory=list)
+    operators: int = 0
+
+
+@dataclass
+class _Live:
+    reference: weakref.ref[Any]
+    entry: Allocated
+
+
+class Tracker(TorchDispatchMode):
+    """Fills a :class:`Record` while it is entered.
+
+    Args:
+        device: type of the device whose memory counts.
+        stream: tells which stream is current.
+        module: tells which module is running.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        stream: Callable[[], int] = lambda: 0,
+        module: Callable[[], str] = lambda: "",
+    ) -> None:
+        super().__init__()
+        self.record = Record()
+        self.phase = "setup"
+        self.role = ""
+        self._device, self._stream, self._module = device, stream, module
+        self._live: dict[int, _Live] = {}
+        self._outer: Any = None
+        self._resize: Any = None
+
+    @contextmanager
+    def inside(self, *, phase: str | None = None, role: str | None = None) -> Iterator[None]:
+        """Everything born inside belongs to ``phase``, or has ``role``."""
+        before = self.phase, self.role
+        self.phase, self.role = phase or self.phase, role if role is not None else self.role
+        try:
+            yield
+        finally:
+            self.phase, self.role = before
+
+    def start_over(self) -> None:
+        """Forget what has ended, been computed and sent; what is alive stays known."""
+        memory = [live.entry for live in self._live.values()]
+        self.record = Record(memory=sorted(memory, key=lambda entry: entry.born))
+        for place, entry in enumerate(self.record.memory, 1):
+            entry.born = place
+        self.record.events = len(memory)
+
+    def name(self, tensor: Tensor | None, role: str) -> None:
+        """Say what a tensor is; it holds for its whole life."""
+        for storage, part in _storages(tensor):
+            if self._counts(part):
+                self._see(storage, part, "given").entry.role = role
+
+    def __enter__(self) -> Any:
+        self._outer = active_fake_mode()
+        self._resize = torch.UntypedStorage.resize_
+        tracker = self
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = tracker._resize(storage, size)
+            tracker._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # FSDP2 frees and takes whole weights in this way
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        torch.UntypedStorage.resize_ = self._resize
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        if function is torch.ops.prim.device.default:
+            return function(*args, **kwargs)
+        if function is torch.ops._c10d_functional.wait_tensor.default and active_fake_mode():
+            result = args[0]  # the real one gives its input back, the fake one a copy
+        else:
+            result = function(*args, **kwargs)
+        # DTensor asks for shapes by running operators on whole fake tensors of another mode.
+        if active_fake_mode() is self._outer:
+            self._ran(function, args, kwargs, result)
+        return result
+
+    def _ran(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.record.operators += 1
+        operator = function._schema.name.rpartition("::")[2]
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                for storage, part in _storages(tensor):
+                    if self._counts(part):
+                        self._see(storage, part, operator)
+        if function.namespace in _COLLECTIVES:
+            if operator not in _NOTHING_SENT:
+                self._send(operator, args, result)
+        elif not function.is_view and function not in _NO_KERNEL:
+            self._compute(function, args, kwargs, result)
+
+    def _compute(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        ours = next((t for t in tensors if self._counts(t)), None)
+        out = [t for t in tree_iter(result) if isinstance(t, Tensor) and self._counts(t)]
+        if ours is None and not out:
+            return
+        flops, kind = 0, "memory"
+        if function._overloadpacket in flop_registry:
+            flops = flop_registry[function._overloadpacket](*args, **kwargs, out_val=result)
+            kind = "attention" if "attention" in function._schema.name else "matmul"
+        dtype = str((ours if ours is not None else out[0]).dtype).removeprefix("torch.")
+        amount = self.record.computed.setdefault(Computed(kind, self.phase, dtype), Amount())
+        amount.operators += 1
+        amount.flops += flops
+        amount.bytes += sum(t.numel() * t.element_size() for t in [*tensors, *out])
+
+    def _send(self, operator: str, args: Any, result: Any) -> None:
+        sizes = [
+            sum(t.numel() * t.element_size() for t in tree_iter(side) if isinstance(t, Tensor))
+            for side in (args, result)
+        ]
+        self.record.sent.append(Sent(operator, max(sizes), _group(args), self.phase))
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device
+
+    def _see(self, storage: Any, tensor: Tensor, operator: str) -> _Live:
+        known = self._live.get(id(storage))
+        if known is not None and known.reference() is storage:
+            if known.entry.bytes != storage.nbytes():
+                self._resized(storage)
+                known = self._live[id(storage)]
+            return known
+        return self._born(storage, tuple(tensor.shape), tensor.dtype, operator)
+
+    def _born(
+        self, storage: Any, shape: tuple[int, ...], dtype: torch.dtype | str, operator: str
+    ) -> _Live:
+        entry = Allocated(
+            bytes=storage.nbytes(),
+            born=self._now(),
+            stream=self._stream(),
+            phase=self.phase,
+            role=self.role,
+            operator=operator,
+            module=self._module(),
+            shape=shape,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        self.record.memory.append(entry)
+        key, tracker = id(storage), weakref.ref(self)
+
+        def ended(_: Any) -> None:
+            here = tracker()
+            if here is not None and here._live.get(key) is live:
+                here._end(live.entry)
+                del here._live[key]
+
+        live = _Live(weakref.ref(storage, ended), entry)
+        self._live[key] = live
+        return live
+
+    def _resized(self, storage: Any) -> None:
+        """A storage whose memory was given back, or taken anew, under the same tensor."""
+        known = self._live.get(id(storage))
+        if known is None or known.reference() is not storage:
+            return
+        old = known.entry
+        if old.bytes == storage.nbytes():
+            return
+        if old.bytes:
+            self._end(old)
+        role = old.role or "gathered"
+        live = self._born(storage, old.shape, old.dtype, "resize_")
+        live.entry.role = role
+
+    def _end(self, entry: Allocated) -> None:
+        entry.died, entry.end = self._now(), self.phase
+
+    def _now(self) -> int:
+        self.record.events += 1
+        return self.record.events
+
+
+def _storages(tensor: Any) -> Iterator[tuple[Any, Tensor]]:
+    """The storages of a tensor, or of the plain tensors that it is made of."""
+    if not isinstance(tensor, Tensor):
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name))
+    else:
+        yield tensor.untyped_storage(), tensor
+
+
+def _group(args: Any) -> str:
+    """The name of a collective's group."""
+    for value in args:
+        if isinstance(value, str) and value not in ("sum", "max", "avg", "min"):
+            return value
+        if isinstance(value, torch.ScriptObject):
+            group = torch._C._distributed_c10d.ProcessGroup
+            try:
+                return group.unbox(value).group_name
+            except RuntimeError:
+                continue  # another kind of object, such as the reduction
+    return ""
