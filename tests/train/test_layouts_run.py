@@ -232,17 +232,14 @@ def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_update(tmp_path: 
     assert "interrupted at update" in finished(process, 128 + signal.SIGTERM)
 
 
-def test_a_run_is_resumed_under_another_layout(alone: Path, tmp_path: Path) -> None:
+def test_a_run_is_resumed_under_other_layouts(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    changing = (("shard=2", 4), ("replicate=2", 8), ("replicate=1", UPDATES))
+    changing = ("layout.shard=2 layout.tensor=2", 4), ("layout.pipeline=2", 8), ("", UPDATES)
+    fixed = ("model.dropout=0", "optim.schedule=constant", "optim.warmup=2")
     for layout, until in changing:
-        made = recipe(folder, f"layout.{layout}", "optim.schedule=constant")
-        train(
-            made.model_copy(update={"train": made.train.model_copy(update={"steps": until})}),
-            resume=True,
-        )
+        train(recipe(folder, *fixed, *layout.split(), f"train.steps={until}"), resume=True)
     whole = tmp_path / "whole"
-    train(recipe(whole, "optim.schedule=constant"))
+    train(recipe(whole, *fixed))
     assert_same(whole, folder)
 
 
