@@ -13,6 +13,8 @@ stage   weights are gathered     gradients are reduced
 3       in forward and backward  after every micro-batch
 ======  =======================  ========================
 
+With both, what the ranks of ``shard`` have reduced is summed over ``replicate`` once per update.
+
 Nothing here divides: the step has divided the loss by the global count (contract 1).
 """
 
@@ -162,6 +164,7 @@ class Sharded(Alone):
         """See the table at the top of this file."""
         for module in self.modules:
             module.set_requires_gradient_sync(last or self.zero > 1, recurse=False)
+            module.set_requires_all_reduce(last, recurse=False)  # over the copies, once
             module.set_reshard_after_backward(last or self.zero == 3, recurse=False)
 
     def rest(self) -> None:
