@@ -103,3 +103,18 @@ def _outcomes(
     given: Problem, layouts: list[LayoutSection], options: dict[str, Any]
 ) -> list[Outcome]:
     return outcomes(given, layouts, **options)
+
+
+ALONE: dict[str, list[dict[str, Any]]] = {
+    "replicate": [{"replicate": 2}, {"replicate": 2, "engine": "ddp"}],
+    "shard": [{"shard": 2, "zero": zero} for zero in (1, 2, 3)],
+    "tensor": [{"tensor": 2}, {"tensor": 2, "sequence_parallel": False}],
+    "context": [{"context": 2}, {"context": 2, "exchange": "all-to-all"}],
+    "pipeline": [{"pipeline": 2}, {"pipeline": 2, "schedule": "gpipe"}],
+}
+"""Each axis alone, on two ranks."""
+
+
+def alone(*axes: str) -> list[dict[str, Any]]:
+    """The layouts of these axes alone; of all of them if none is named."""
+    return [layout for axis in axes or ALONE for layout in ALONE[axis]]
