@@ -73,9 +73,7 @@ def _explained(verdict: Verdict) -> list[str]:
     if verdict.right:
         return []
     said = [f"brought in by {' x '.join(verdict.axes)}"] if verdict.axes else []
-    if verdict.failure is not None:
-        return [*said, verdict.failure]
-    lines = [d.line(verdict.layout, verdict.micros) for d in verdict.differences]
+    lines = verdict.lines()
     more = [f"and {len(lines) - 6} more"] if len(lines) > 6 else []
     return [*said, *lines[:6], *more]
 
@@ -98,7 +96,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
                 "name": d.name,
                 "error": d.error if d.error < float("inf") else None,
                 "factor": d.factor,
-                "line": d.line(verdict.layout, verdict.micros),
+                "line": d.line(verdict.layout, verdict.micros, verdict.axes),
             }
             for d in verdict.differences
         ],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from megalith.layout.mesh import AXES
 from megalith.recipe.schema import LayoutSection
 from megalith.verify.trial import Outcome
 
@@ -33,14 +34,18 @@ class Difference:
     error: float
     factor: float | None = None
 
-    def line(self, layout: LayoutSection, micros: int) -> str:
-        """In words, for a layout whose ranks have ``micros`` micro-batches each."""
+    def line(self, layout: LayoutSection, micros: int, axes: Sequence[str] = ()) -> str:
+        """In words, for a layout whose ranks have ``micros`` micro-batches each.
+
+        Args:
+            axes: that brought it in; a factor is looked for among them first.
+        """
         what = self.name if self.kind == "number" else f"{self.kind} of '{self.name}'"
         if math.isinf(self.error):
             return f"{what} is missing, or on one side only"
         if self.factor is None:
             return f"{what} is off by {self.error:.1e} of its size"
-        meaning = _meaning(self.factor, layout, micros)
+        meaning = _meaning(self.factor, layout, micros, axes)
         return f"{what} is {self.factor:.6g} times what it should be{meaning}"
 
 
@@ -108,20 +113,24 @@ def _factor(right: Tensor, other: Tensor) -> float | None:
     return factor if rest < 1e-6 else None
 
 
-def _meaning(factor: float, layout: LayoutSection, micros: int) -> str:
-    """What of the layout has that size: ``" (x layout.tensor)"``."""
-    sizes = {
-        f"layout.{axis}": getattr(layout, axis)
-        for axis in ("replicate", "shard", "expert", "context", "tensor", "pipeline")
-    }
-    sizes |= {
+def _meaning(factor: float, layout: LayoutSection, micros: int, axes: Sequence[str]) -> str:
+    """What of the layout has that size: ``" (x layout.tensor)"``; all that have it if unknown."""
+    counts = {
         "the micro-batches of a rank": micros,
         "the ranks with samples of their own": layout.data_ranks,
         "all micro-batches": micros * layout.data_ranks,
         "all ranks": layout.ranks,
     }
     for power, sign in ((1, "x "), (-1, "/ "), (0.5, "x root of "), (-0.5, "/ root of ")):
-        for name, size in sizes.items():
-            if size > 1 and abs(factor / size**power - 1) < 1e-6:
-                return f" ({sign}{name})"
+        for candidates in (axes, AXES):
+            sizes = {f"layout.{axis}": getattr(layout, axis) for axis in candidates}
+            sizes |= {"the micro-batches of a rank": micros} if sizes else {}
+            if fitting := _fitting(factor, power, sizes):
+                return f" ({sign}{' or '.join(fitting)})"
+        if fitting := _fitting(factor, power, counts):
+            return f" ({sign}{fitting[0]})"
     return ""
+
+
+def _fitting(factor: float, power: float, sizes: Mapping[str, int]) -> list[str]:
+    return [n for n, size in sizes.items() if size > 1 and abs(factor / size**power - 1) < 1e-6]

@@ -59,6 +59,11 @@ class Verdict:
         """Whether the layout computes what one process does."""
         return not self.differences and self.failure is None
 
+    def lines(self) -> list[str]:
+        """Every difference in words, or the failure; none if the layout is right."""
+        failed = [] if self.failure is None else [self.failure]
+        return [*failed, *(d.line(self.layout, self.micros, self.axes) for d in self.differences)]
+
 
 @dataclass
 class Proof:
@@ -206,10 +211,12 @@ def _recipes(recipe: Recipe, precision: str | None) -> tuple[Recipe, Recipe]:
     train = recipe.train.model_copy(
         update={"precision": precision or "fp32", "compile": False, "steps": _STEPS}
     )
-    sgd = {"schedule": "constant", "warmup": 0, "name": "sgd", "factory": None, "args": {}, "momentum": 0.0, "groups": []}
+    sgd = {"name": "sgd", "factory": None, "args": {}, "momentum": 0.0, "groups": []}
     plain = {
         "train": train.model_copy(update={"clip": None}),
-        "optim": recipe.optim.model_copy(update={**sgd, "lr": 0.1}),
+        "optim": recipe.optim.model_copy(
+            update={**sgd, "lr": 0.1, "schedule": "constant", "warmup": 0}
+        ),
     }
     # A rate that falls with each update: a schedule that counts ranks or micro-batches shows.
     falling: dict[str, object] = {"warmup": 0}
