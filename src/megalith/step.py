@@ -67,6 +67,7 @@ class Step:
             and on the part of the activations that a rank holds.
         done: updates so far, skipped ones among them; schedule and data order follow it.
         skipped: updates whose gradients were not finite.
+        there: in a pipeline, the names of the sums, once they are known.
     """
 
     spread: Spread
@@ -81,6 +82,7 @@ class Step:
     seed: int = 0
     done: int = 0
     skipped: int = 0
+    there: list[str] | None = None
     _statistics: list[Tensor] = field(init=False, repr=False)
     _before: list[Tensor] = field(init=False, repr=False, default_factory=list)
 
@@ -111,7 +113,7 @@ class Step:
         self.model.train()
         self._before = [buffer.clone() for buffer in self._statistics]
         scale = self.loss_scale.scale if self.loss_scale else 1.0
-        batches = [self._part(batch) for batch in micro_batches]
+        batches = [self.part(batch) for batch in micro_batches]
         count = self._count(batches)
         sums: dict[str, Tensor] = {}
 
@@ -130,7 +132,7 @@ class Step:
                 len(batches),
                 objective,
                 partial(self._hidden, batches),
-                lambda micro: _shape(batches[micro]),
+                lambda micro: shape_key(batches[micro]),
             )
         grads = self.spread.gradients()
         if scale != 1.0 and grads:
@@ -172,7 +174,7 @@ class Step:
             batch: this rank's; one without valid targets if there is none left for it.
         """
         self.model.eval()
-        batches = [self._part(batch)]
+        batches = [self.part(batch)]
         sums: dict[str, Tensor] = {}
 
         def objective(model: nn.Module, micro: int) -> Tensor:
@@ -183,7 +185,7 @@ class Step:
 
         with self.precision.update():
             self.spread.forward(
-                1, objective, partial(self._hidden, batches), lambda _: _shape(batches[0])
+                1, objective, partial(self._hidden, batches), lambda _: shape_key(batches[0])
             )
         count = self._count(batches)
         sums, _ = self._total(sums, None)
@@ -207,7 +209,7 @@ class Step:
             parts["ema"] = {n: self.spread.piece(n, t) for n, t in self.ema.average.items()}
         return parts
 
-    def _part(self, batch: Batch) -> Batch:
+    def part(self, batch: Batch) -> Batch:
         """This rank's part of a batch whose sequences are divided."""
         axis = "context"
         return context.part(
@@ -243,12 +245,11 @@ class Step:
         if norm is not None:
             values[-1] = norm.double().square()
         self.mesh.sum_(values)
-        there = values[len(names) : -1].tolist() if self.spread.pipeline else None
-        found = {
-            name: values[index]
-            for index, name in enumerate(names)
-            if (there[index] if there else name in sums)
-        }
+        if self.there is None and self.spread.pipeline is not None:
+            # The first update tells every stage which sums the last one makes.
+            self.there = [n for n, one in zip(names, values[len(names) :], strict=False) if one]
+        there = sums.keys() if self.there is None else self.there
+        found = {name: values[index] for index, name in enumerate(names) if name in there}
         return found, values[-1].sqrt()
 
     def _hidden(self, batches: Sequence[Batch], model: nn.Module, micro: int) -> Tensor:
@@ -292,10 +293,9 @@ def build(
     if mesh.size > 1:
         check.check(recipe, config, task)
     precision = Precision(section.precision, device)
-    spread, initial = _spread(recipe, config, precision, mesh, dtype, inside is not None)
     regularizer = recipe.task.regularizer
     with inside or nullcontext():
-        spread.settle(device, _nothing if inside else initial)
+        spread = _spread(recipe, config, precision, mesh, dtype, inside is not None)
         return Step(
             spread=spread,
             task=task,
@@ -328,25 +328,21 @@ def _spread(
     mesh: Mesh,
     dtype: torch.dtype,
     traced: bool,
-) -> tuple[Spread, Any]:
-    """The model, and what gives it its weights if it has none yet.
+) -> Spread:
+    """The model with its weights, spread.
 
     A family of ours never takes more memory than this rank's part of it.
     """
-    section = recipe.train
-    bare = traced or (mesh.size > 1 and not models.brings_weights(config))
-    device = "meta" if bare else precision.device
-    model = models.build(config, section.seed, device)
+    section, device = recipe.train, precision.device
+    late = mesh.size > 1 and not traced and not models.brings_weights(config)
+    model = models.build(config, section.seed, "meta" if late else device, filled=not traced)
     model = model if dtype == torch.float32 else model.to(dtype)
     spread = apply(model, recipe.layout, mesh, precision, section)
-    return spread, partial(fill, seed=section.seed) if bare else None
+    return spread.settle(device, partial(fill, seed=section.seed) if late else None)
 
 
-def _nothing(model: nn.Module, pieces: Mapping[str, Piece]) -> None:
-    """Leave weights as they are: nobody will look at them."""
-
-
-def _shape(batch: Batch) -> tuple[tuple[int, ...], ...]:
+def shape_key(batch: Batch) -> tuple[tuple[int, ...], ...]:
+    """Equal for two micro-batches whose hidden states have one shape."""
     return tuple(tuple(tensor.shape) for tensor in batch.values())
 
 

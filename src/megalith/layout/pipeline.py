@@ -22,7 +22,7 @@ from megalith.layout.schedule import Pass
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER = 8  # numbers: dtype, dimensions, sizes
-_Shape = tuple[tuple[int, ...], torch.dtype]
+Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass
@@ -33,6 +33,8 @@ class Pipeline:
         stages: this rank's, by their number in the whole pipeline.
         total: stages of the whole pipeline.
         kind: the schedule.
+        sent: shape and dtype of the hidden states of each kind of micro-batch, once known.
+        received: likewise.
     """
 
     mesh: Mesh
@@ -40,8 +42,8 @@ class Pipeline:
     total: int
     kind: str
     device: torch.device
-    _sent: dict[tuple[Any, ...], _Shape] = field(default_factory=dict, repr=False)
-    _received: dict[tuple[Any, ...], _Shape] = field(default_factory=dict, repr=False)
+    sent: dict[tuple[Any, ...], Shape] = field(default_factory=dict, repr=False)
+    received: dict[tuple[Any, ...], Shape] = field(default_factory=dict, repr=False)
 
     def run(
         self,
@@ -125,7 +127,7 @@ class Pipeline:
             whose.append((None, tensor))
         for work, source in tick.receives:
             # A gradient has the shape of the hidden states that went the other way.
-            known = self._received if work.kind == "forward" else self._sent
+            known = self.received if work.kind == "forward" else self.sent
             shape, dtype = known[shape_key(work.micro)]
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
             operations.append(self._operation(dist.irecv, tensor, source))
@@ -145,23 +147,23 @@ class Pipeline:
         operations, headers = [], {}
         for work, to in tick.sends:
             key = shape_key(work.micro)
-            if work.kind == "forward" and key not in self._sent:
+            if work.kind == "forward" and key not in self.sent:
                 assert result is not None
-                self._sent[key] = (tuple(result.shape), result.dtype)
+                self.sent[key] = (tuple(result.shape), result.dtype)
                 numbers = [_DTYPES.index(result.dtype), result.ndim, *result.shape]
                 numbers += [0] * (_HEADER - len(numbers))
                 header = torch.tensor(numbers, device=self.device)
                 operations.append(self._operation(dist.isend, header, to))
         for work, source in tick.receives:
             key = shape_key(work.micro)
-            if work.kind == "forward" and key not in self._received:
+            if work.kind == "forward" and key not in self.received:
                 headers[key] = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
                 operations.append(self._operation(dist.irecv, headers[key], source))
         for handle in dist.batch_isend_irecv(operations) if operations else []:
             handle.wait()
         for key, header in headers.items():
             dtype, ndim, *shape = header.tolist()
-            self._received[key] = (tuple(shape[:ndim]), _DTYPES[dtype])
+            self.received[key] = (tuple(shape[:ndim]), _DTYPES[dtype])
 
     def _operation(self, kind: Any, tensor: Tensor, rank: int) -> dist.P2POp:
         group = self.mesh.group("pipeline")

@@ -47,7 +47,13 @@ def resolve(config: ModelConfig, facts: Mapping[str, int]) -> ModelConfig:
     return config.model_copy(update=missing)
 
 
-def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> nn.Module:
+def build(
+    config: ModelConfig,
+    seed: int,
+    device: torch.device | str = "cpu",
+    *,
+    filled: bool = True,
+) -> nn.Module:
     """The module with its initial weights, float32, on ``device``.
 
     Weights are a function of ``(seed, parameter name, full shape)`` alone (contract 3). A factory's
@@ -56,6 +62,7 @@ def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") ->
 
     Args:
         config: resolved, see :func:`resolve`.
+        filled: false: a family's weights get no values, as on the ``meta`` device.
     """
     device = torch.device(device)
     if isinstance(config, FactoryModel):
@@ -72,7 +79,7 @@ def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") ->
     family = _family(config)
     with device:
         module = family.build(config)
-    if device.type != "meta":
+    if filled and device.type != "meta":
         if config.path is not None:
             fresh = family.load_weights(module, config)  # what the file does not hold
             initialise(module, seed, fresh or ())

@@ -79,6 +79,7 @@ def trace(job: Job) -> Trace:
     built = steps.build(job.recipe, job.facts, device, mesh, inside=fake)
     with fake:
         batches = _batches(job, mesh, device)
+        _tell_shapes(built, batches)
         modules = ModuleTracker()
         tracker = Tracker(device.type, stream, lambda: _innermost(modules))
         _name_state(tracker, built)
@@ -119,6 +120,25 @@ def _batches(job: Job, mesh: Mesh, device: torch.device) -> list[Batch]:
         }
         for _ in range(micros)
     ]
+
+
+def _tell_shapes(built: Step, batches: list[Batch]) -> None:
+    """What a pipeline's stages would tell each other: a fake header cannot be read."""
+    pipeline = built.spread.pipeline
+    if pipeline is None:
+        return
+    built.there = ["loss", *getattr(built.task, "sums", ())]
+    config: Any = next(iter(pipeline.stages.values())).config
+    mesh, section = built.mesh, built.spread.section
+    cut = mesh.sizes["context"] * (mesh.sizes["tensor"] if section.sequence_parallel else 1)
+    # Weights gathered in half precision make a residual stream in half precision.
+    half = mesh.spread("shard") and built.precision.name != "fp32"
+    dtype = built.precision.dtype if half else torch.float32
+    for batch in batches:
+        samples, length = batch["tokens"].shape
+        shape = ((samples, length // cut, config.width), dtype)
+        key = steps.shape_key(built.part(batch))
+        pipeline.sent[key] = pipeline.received[key] = shape
 
 
 def _name_state(tracker: Tracker, built: Step) -> None:
