@@ -18,7 +18,7 @@ def test_runs_and_saves(path: Path, tmp_path: Path):
     full = load(path)
     if full.data.source == "fashion-mnist" and not FASHION.is_dir():
         pytest.skip("Debian's dataset-fashion-mnist is not installed")
-    shorter = ["train.steps=2", "optim.warmup=0", "evaluate.batches=1", "evaluate.sample_tokens=4"]
+    shorter = ["train.steps=2", "optim.warmup=0", "evaluate.samples=8", "evaluate.sample_tokens=4"]
     if full.data.source == "stdlib":
         shorter += ["data.limit=200_000", f"data.cache={tmp_path / 'cache'}"]
     run = train(load(path, *shorter, f"run.dir={tmp_path / 'run'}"))

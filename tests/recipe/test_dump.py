@@ -13,7 +13,7 @@ from megalith.recipe.presets import presets
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 CASES = [
     (),
-    ("train.clip=none", "train.ema=0.99", "evaluate.batches=3"),
+    ("train.clip=none", "train.ema=0.99", "evaluate.samples=3"),
     ("optim.groups=[{match='*.bias', lr=0.1}, {match='x', weight_decay=0.0}]",),
     ("model.preset=gpt2-small", "model.vocab=none", "model.dropout=0.1"),
     ("model.positions=rope", "model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"),

@@ -58,7 +58,7 @@ def test_a_field_says_its_type_unit_limits_and_default() -> None:
 def test_a_section_lists_its_fields() -> None:
     lines = explain("checkpoint").splitlines()
     assert lines[0].startswith("[checkpoint] ")
-    assert [line.split()[0] for line in lines[2:]] == ["every", "keep"]
+    assert [line.split()[0] for line in lines[2:]] == ["every", "keep", "asynchronous"]
     assert "[model] resnet: " in explain("model")
     assert "[run]" in explain()
 

@@ -46,7 +46,7 @@ def recipe(text: str, name: str, *more: str) -> Any:
         "train.global_batch=4",
         "train.ema=0.5",
         "evaluate.every=2",
-        "evaluate.batches=1",
+        "evaluate.samples=8",
         "evaluate.sample_tokens=12",
         "checkpoint.every=2",
         "checkpoint.keep=9",

@@ -156,7 +156,7 @@ def validation_batches(
     Args:
         dataset: map-style; never augmented.
         batch: samples in a batch.
-        limit: stop after this many batches.
+        limit: of the samples: only the first so many.
     """
     for found, _ in validation_shares(dataset, batch, limit):
         yield found
@@ -175,7 +175,7 @@ def validation_shares(
     Where no batch is left for this rank, it gets that of the first, and ``False``.
     """
     size = len(dataset)  # pyright: ignore[reportArgumentType]
-    stop = size if limit is None else min(size, limit * batch)
+    stop = size if limit is None else min(size, limit)
     for turn in range(0, stop, batch * ranks):
         own = turn + rank * batch
         first = own if own < stop else turn

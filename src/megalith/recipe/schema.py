@@ -282,7 +282,9 @@ class EvaluateSection(Section):
     every: int = option(
         100, "updates between evaluations; 0: only at the end", unit="updates", ge=0
     )
-    batches: int | None = option(None, "evaluate on this many micro-batches; none: all", gt=0)
+    samples: int | None = option(
+        None, "evaluate on the first so many; none: all", unit="samples", gt=0
+    )
     patience: int | None = option(
         None, "stop after this many evaluations without improvement; none: never", gt=0
     )

@@ -44,7 +44,7 @@ def without_targets(batch: Batch, task: Task) -> Batch:
     }
     if int(task.count(empty)):
         raise RecipeError(
-            "evaluate.batches: the validation batches do not share out evenly over the ranks, and "
+            "evaluate.samples: the validation batches do not share out evenly over the ranks, and "
             "a batch of this task has neither 'target' nor 'targets' to leave out; choose a "
             "multiple of the ranks that have samples of their own"
         )

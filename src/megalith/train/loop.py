@@ -317,7 +317,7 @@ class _Loop:
             shares = validation_shares(
                 self.session.splits.validation,
                 self.recipe.train.micro_batch,
-                section.batches,
+                section.samples,
                 ranks=self.mesh.data_ranks,
                 rank=self.mesh.data_rank,
             )
