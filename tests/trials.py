@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from megalith.core.launch import start
 from megalith.recipe import Recipe, parse
@@ -35,17 +37,17 @@ def one_thread() -> Iterator[None]:
 
 
 def small(
-    micros: int = 4, model: dict[str, Any] | None = None, **sections: dict[str, Any]
+    micros: int = 4, change: dict[str, Any] | None = None, **sections: dict[str, Any]
 ) -> Problem:
     """A decoder (or another family) of two blocks with ``micros`` ragged micro-batches.
 
     Args:
-        model: fields that differ from verify's small model.
+        change: fields of the model that differ from verify's small model.
         sections: of the recipe.
     """
     recipe = parse({"data": {"source": "stdlib", "sequence": 48}, **sections})
     made = problem(recipe, micros, 2)
-    fields = {**made.recipe.model.model_dump(exclude_unset=False), **(model or {})}
+    fields = {**made.recipe.model.model_dump(exclude_unset=False), **(change or {})}
     changed = type(made.recipe.model).model_validate(fields)
     train = made.recipe.train.model_copy(update={"ema": recipe.train.ema})
     small = made.recipe.model_copy(update={"model": changed, "train": train})
@@ -103,6 +105,18 @@ def _outcomes(
     given: Problem, layouts: list[LayoutSection], options: dict[str, Any]
 ) -> list[Outcome]:
     return outcomes(given, layouts, **options)
+
+
+def l2(model: nn.Module) -> Tensor:
+    """A regularizer, ``task.regularizer = "trials:l2"``."""
+    return 0.01 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss of a user's over logits ``[tokens, vocab]``: the Brier score of valid targets."""
+    valid = targets != -100
+    chances = outputs.softmax(-1)[valid]
+    return (chances - functional.one_hot(targets[valid], outputs.shape[-1])).square().sum()
 
 
 ALONE: dict[str, list[dict[str, Any]]] = {

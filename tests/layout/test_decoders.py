@@ -49,7 +49,7 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_decoder_under_every_axis_that_divides_it(kind: str) -> None:
     model, data = KINDS[kind]
-    given = small(model=model, **({"data": data} if data else {}))
+    given = small(change=model, **({"data": data} if data else {}))
     assert differences(given, LAYOUTS) == {}
 
 
@@ -57,15 +57,15 @@ def test_every_kind_of_decoder_under_every_axis_that_divides_it(kind: str) -> No
 def test_a_vocabulary_that_divides_over_nothing(tied: bool) -> None:
     """97 tokens over 3 and 4 ranks: the last one has fewer rows."""
     three = {"heads": 6, "kv_heads": 3, "head_dim": 8, "hidden": 96, "tied": tied}
-    assert differences(small(model=three), [{"tensor": 3}]) == {}
+    assert differences(small(change=three), [{"tensor": 3}]) == {}
     four = {"heads": 8, "kv_heads": 4, "tied": tied}
     layouts = [{"tensor": 4}, {"tensor": 2, "context": 2}, {"tensor": 2, "pipeline": 2}]
-    assert differences(small(model=four), layouts) == {}
+    assert differences(small(change=four), layouts) == {}
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_pipelines_of_four_stages_cut_by_cost_and_by_hand(tied: bool) -> None:
-    given = small(model={"tied": tied, "layers": 5})
+    given = small(change={"tied": tied, "layers": 5})
     by_hand: list[dict[str, Any]] = [
         {"pipeline": 2, "cuts": ["blocks.0"]},
         {"pipeline": 2, "cuts": ["blocks.4"]},
@@ -84,7 +84,7 @@ def test_pipelines_of_four_stages_cut_by_cost_and_by_hand(tied: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_decoder_on_four_ranks(kind: str) -> None:
     model, data = KINDS[kind]
-    given = small(model={"layers": 4, **model}, **({"data": data} if data else {}))
+    given = small(change={"layers": 4, **model}, **({"data": data} if data else {}))
     layouts: list[dict[str, Any]] = [
         {"context": 4},
         {"tensor": 2, "context": 2},

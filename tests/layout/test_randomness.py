@@ -23,7 +23,7 @@ SAMPLES, SEQUENCE = 2, 48
 
 
 def dropping(**train: Any) -> Problem:
-    return small(model={"dropout": 0.25, "attention": "reference"}, train=train)
+    return small(change={"dropout": 0.25, "attention": "reference"}, train=train)
 
 
 def test_ranks_with_their_own_samples_draw_the_masks_of_one_process() -> None:

@@ -57,7 +57,7 @@ def _problems(recipe: Recipe, config: Any, task: Task) -> Iterator[str]:
         yield 'layout.engine: "ddp" works with replicate alone; "own" works with every axis'
     yield from _of_experts(recipe, config)
     yield from _of_context(recipe, config, task)
-    yield from _of_pipeline(recipe, task)
+    yield from _of_pipeline(recipe, config, task)
     if optim.name in ("muon", "adafactor") and optim.factory is None:
         for axis in [axis for axis in shares if axis != "pipeline"]:
             yield (
@@ -66,8 +66,10 @@ def _problems(recipe: Recipe, config: Any, task: Task) -> Iterator[str]:
             )
     if optim.factory is not None and layout.tensor > 1:
         yield "optim.factory: may need whole matrices, which layout.tensor divides; shard works"
-    if recipe.train.compile and (layout.tensor > 1 or layout.context > 1 or layout.pipeline > 1):
-        yield "train.compile: works with replicate and shard"
+    if recipe.train.compile and (cuts_weights or layout.context > 1 or layout.synchronised_norms):
+        yield "train.compile: works with replicate and shard, without layout.synchronised_norms"
+    if layout.synchronised_norms and isinstance(config, DecoderConfig):
+        yield "layout.synchronised_norms: a decoder has no batch norms; leave it out"
     if layout.tensor > 1 and own and layout.sequence_parallel and isinstance(recipe.data, TextData):
         each = recipe.data.sequence // layout.context
         if each % layout.tensor:
@@ -83,6 +85,11 @@ def _of_experts(recipe: Recipe, config: Any) -> Iterator[str]:
         yield "layout.expert: the model has no experts (model.experts); replicate and shard work"
     if layout.expert > 1 and experts and experts % layout.expert:
         yield f"layout.expert: {layout.expert} does not divide model.experts {experts}"
+    if layout.context > 1 and experts and config.capacity is not None:
+        yield (
+            "model.capacity: is counted over whole sequences, which layout.context divides; "
+            "none (dropless) works"
+        )
     if experts and layout.engine == "ddp":
         yield 'layout.engine: "ddp" does not go with model.experts; "own" works'
     if experts:
@@ -108,10 +115,17 @@ def _of_context(recipe: Recipe, config: Any, task: Task) -> Iterator[str]:
         )
 
 
-def _of_pipeline(recipe: Recipe, task: Task) -> Iterator[str]:
+def _of_pipeline(recipe: Recipe, config: Any, task: Task) -> Iterator[str]:
     layout, train = recipe.layout, recipe.train
     if layout.pipeline == 1:
         return
+    each = layout.stages if layout.schedule == "interleaved" else 1
+    stages, layers = layout.pipeline * each, getattr(config, "layers", None)
+    if layers is not None and layers < stages:
+        yield (
+            f"layout.pipeline: {stages} stages need as many blocks, and model.layers is {layers}; "
+            f"pipeline = {layers // each} works"
+        )
     for part in ("inputs", "sums"):
         if not hasattr(task, part):
             yield f"layout.pipeline: the task has no '{part}' (see megalith.tasks.Task)"

@@ -93,7 +93,8 @@ class _Divided(torch.autograd.Function):
                 continue
             factor = (1 + 2 * z_loss * normaliser) / exponentials
             slope.mul_(factor.unsqueeze(-1)).sub_(smoothing / vocab)
-            slope.scatter_add_(-1, local, ((smoothing - 1) * here).to(exact).unsqueeze(-1))
+            chosen = here.to(exact).mul_(smoothing - 1)  # a bool times a float is float32
+            slope.scatter_add_(-1, local, chosen.unsqueeze(-1))
             slope = (slope * (valid * scale).unsqueeze(-1)).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = slope @ matrix
