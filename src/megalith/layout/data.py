@@ -89,7 +89,6 @@ class _Bucket:
     parameters: list[Tensor]
     group: dist.ProcessGroup
     waiting: int = 0
-    flat: Tensor | None = None
     work: Any = None
 
 
@@ -123,18 +122,13 @@ class Replicas(Alone):
                 bucket.waiting = len(bucket.parameters)
 
     def finish(self) -> None:
-        """Wait for the sums and put them into ``.grad``."""
+        """Wait for the sums, which are in ``.grad`` then."""
         self._armed = False
         while self._next < len(self._buckets):  # parameters without a gradient here
             self._launch(self._buckets[self._next])
         for bucket in self._buckets:
-            assert bucket.flat is not None
             bucket.work.wait()
-            sizes = [p.numel() for p in bucket.parameters]
-            for parameter, total in zip(bucket.parameters, bucket.flat.split(sizes), strict=True):
-                assert parameter.grad is not None
-                parameter.grad.copy_(total.view_as(parameter))
-            bucket.flat = bucket.work = None
+            bucket.work = None
 
     def _arrived(self, bucket: _Bucket) -> None:
         if not self._armed:
@@ -148,8 +142,11 @@ class Replicas(Alone):
         for parameter in bucket.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        bucket.flat = torch.cat([p.grad.flatten() for p in bucket.parameters])  # pyright: ignore
-        bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+        flat = torch.cat([p.grad.flatten() for p in bucket.parameters])  # pyright: ignore
+        sizes = [p.numel() for p in bucket.parameters]
+        for parameter, part in zip(bucket.parameters, flat.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)  # the bucket takes the place of what it copied
+        bucket.work = dist.all_reduce(flat, group=bucket.group, async_op=True)
         self._next += 1
 
 
