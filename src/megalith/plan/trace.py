@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.module_tracker import ModuleTracker
+from torch.distributed.fsdp import FSDPModule
 
 from megalith import step as steps
 from megalith.layout import mesh as meshes
@@ -20,6 +20,7 @@ from megalith.layout.mesh import Mesh
 from megalith.layout.units import named_parameters
 from megalith.plan import accelerator, ranks
 from megalith.plan.accelerator import Target
+from megalith.plan.modules import Running
 from megalith.plan.tracker import Record, Tracker
 from megalith.recipe import Recipe
 from megalith.step import Step
@@ -80,13 +81,14 @@ def trace(job: Job) -> Trace:
     with fake:
         batches = _batches(job, mesh, device)
         _tell_shapes(built, batches)
-        modules = ModuleTracker()
-        tracker = Tracker(device.type, stream, lambda: _innermost(modules))
+        running = Running(built.model)
+        tracker = Tracker(device.type, stream, running.path)
+        _tell_loss(tracker, built)
         _name_state(tracker, built)
         for batch in batches:
             for tensor in batch.values():
                 tracker.name(tensor, "input")
-        with tracker, modules:
+        with tracker, running:
             _update(tracker, built, batches)
             tracker.start_over()  # the first update found neither gradients nor moments
             _update(tracker, built, batches)
@@ -100,11 +102,6 @@ def trace(job: Job) -> Trace:
 
 def _no_stream() -> int:
     return 0
-
-
-def _innermost(modules: ModuleTracker) -> str:
-    """The path of the module that is running, forward or backward."""
-    return max(modules.parents, key=len, default="").partition(".")[2]
 
 
 def _batches(job: Job, mesh: Mesh, device: torch.device) -> list[Batch]:
@@ -141,6 +138,20 @@ def _tell_shapes(built: Step, batches: list[Batch]) -> None:
         pipeline.sent[key] = pipeline.received[key] = shape
 
 
+def _tell_loss(tracker: Tracker, built: Step) -> None:
+    """What the head's loss allocates is known by its role; a task's other operators by name."""
+    task: Any = built.task
+    if not hasattr(task, "head_loss"):
+        return
+    loss = task.head_loss
+
+    def head_loss(*args: Any, **kwargs: Any) -> Any:
+        with tracker.inside(role="loss"):
+            return loss(*args, **kwargs)
+
+    task.head_loss = head_loss
+
+
 def _name_state(tracker: Tracker, built: Step) -> None:
     for name, tensor in built.model.state_dict(keep_vars=True).items():
         del name
@@ -163,6 +174,11 @@ def _name_gradients(tracker: Tracker, built: Step) -> None:
     for _, parameter in named_parameters(built.model):
         if parameter.grad is not None:
             tracker.name(parameter.grad, "gradients")
+    for module in built.model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for one in group.fsdp_params:
+                    tracker.name(one.unsharded_accumulated_grad, "gradients")  # not reduced yet
 
 
 def _update(tracker: Tracker, built: Step, batches: list[Batch]) -> None:

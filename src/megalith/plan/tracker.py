@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
@@ -45,6 +46,7 @@ class Allocated:
         phase: when it was born: ``forward``, ``backward``, ``update`` or ``setup``.
         end: the phase in which it died.
         role: what it turned out to be; empty: neither weight, gradient nor state.
+        sent: a collective read or wrote it.
         operator: that made it.
         module: path of the module that was running.
         shape: of the first tensor in it.
@@ -59,6 +61,7 @@ class Allocated:
     module: str
     shape: tuple[int, ...]
     dtype: str
+    sent: bool = False
     died: int | None = None
     end: str = ""
 
@@ -97,10 +100,21 @@ class Sent:
 
 @dataclass
 class Record:
-    """Everything that a tracker saw."""
+    """Everything that a tracker saw.
+
+    Attributes:
+        memory: what was alive at ``start`` or came after it.
+        before: what had ended by then.
+        start: place of the last event that is not looked at.
+        events: place of the last event.
+        phases: where each stretch of a phase begins: place of the event before it, and its name.
+    """
 
     memory: list[Allocated] = field(default_factory=list)
+    before: list[Allocated] = field(default_factory=list)
+    start: int = 0
     events: int = 0
+    phases: list[tuple[int, str]] = field(default_factory=lambda: [(0, "setup")])
     computed: dict[Computed, Amount] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
     operators: int = 0
@@ -140,19 +154,26 @@ class Tracker(TorchDispatchMode):
     def inside(self, *, phase: str | None = None, role: str | None = None) -> Iterator[None]:
         """Everything born inside belongs to ``phase``, or has ``role``."""
         before = self.phase, self.role
-        self.phase, self.role = phase or self.phase, role if role is not None else self.role
+        self._enter(phase or before[0])
+        self.role = role if role is not None else before[1]
         try:
             yield
         finally:
-            self.phase, self.role = before
+            self._enter(before[0])
+            self.role = before[1]
 
     def start_over(self) -> None:
-        """Forget what has ended, been computed and sent; what is alive stays known."""
-        memory = [live.entry for live in self._live.values()]
-        self.record = Record(memory=sorted(memory, key=lambda entry: entry.born))
-        for place, entry in enumerate(self.record.memory, 1):
-            entry.born = place
-        self.record.events = len(memory)
+        """Look at what comes from now on, and at what is alive, only."""
+        old = self.record
+        alive = [entry for entry in old.memory if entry.died is None]
+        ended = [entry for entry in old.memory if entry.died is not None]
+        self.record = Record(
+            memory=alive,
+            before=old.before + ended,
+            start=old.events,
+            events=old.events,
+            phases=[(old.events, self.phase)],
+        )
 
     def name(self, tensor: Tensor | None, role: str) -> None:
         """Say what a tensor is; it holds for its whole life."""
@@ -175,6 +196,7 @@ class Tracker(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> Any:
         torch.UntypedStorage.resize_ = self._resize
+        self._live.clear()  # what ends later does not end in the trace
         return super().__exit__(*error)
 
     def __torch_dispatch__(
@@ -197,16 +219,25 @@ class Tracker(TorchDispatchMode):
     def _ran(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.record.operators += 1
         operator = function._schema.name.rpartition("::")[2]
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor):
-                for storage, part in _storages(tensor):
-                    if self._counts(part):
-                        self._see(storage, part, operator)
+        for storage, part in _all_storages(result):
+            if self._counts(part):
+                self._see(storage, part, operator)
+        if function is torch.ops.aten._to_copy.default:
+            self._cast(args[0], result)
         if function.namespace in _COLLECTIVES:
+            for storage, part in _all_storages((args, result)):
+                if self._counts(part):
+                    self._see(storage, part, operator).entry.sent = True
             if operator not in _NOTHING_SENT:
                 self._send(operator, args, result)
         elif not function.is_view and function not in _NO_KERNEL:
             self._compute(function, args, kwargs, result)
+
+    def _cast(self, given: Tensor, result: Tensor) -> None:
+        """A weight in another dtype is not an activation, and lives as long as autocast keeps it."""
+        known, copy = (self._live.get(id(t.untyped_storage())) for t in (given, result))
+        if known and copy and copy is not known and known.entry.role in ("weights", "gathered"):
+            copy.entry.role = "casts"
 
     def _compute(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
@@ -232,7 +263,9 @@ class Tracker(TorchDispatchMode):
         self.record.sent.append(Sent(operator, max(sizes), _group(args), self.phase))
 
     def _counts(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device
+        # Asking a fake tensor for its device is an operator of its own.
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        return device.type == self._device
 
     def _see(self, storage: Any, tensor: Tensor, operator: str) -> _Live:
         known = self._live.get(id(storage))
@@ -284,6 +317,11 @@ class Tracker(TorchDispatchMode):
         live = self._born(storage, old.shape, old.dtype, "resize_")
         live.entry.role = role
 
+    def _enter(self, phase: str) -> None:
+        if phase != self.phase:
+            self.phase = phase
+            self.record.phases.append((self.record.events, phase))
+
     def _end(self, entry: Allocated) -> None:
         entry.died, entry.end = self._now(), self.phase
 
@@ -301,6 +339,11 @@ def _storages(tensor: Any) -> Iterator[tuple[Any, Tensor]]:
             yield from _storages(getattr(tensor, name))
     else:
         yield tensor.untyped_storage(), tensor
+
+
+def _all_storages(tree: Any) -> Iterator[tuple[Any, Tensor]]:
+    for value in tree_iter(tree):
+        yield from _storages(value)
 
 
 def _group(args: Any) -> str:
