@@ -136,7 +136,7 @@ class Step:
             )
         grads = self.spread.gradients()
         if scale != 1.0 and grads:
-            torch._foreach_mul_([grad for grad, _ in grads], 1 / scale)
+            torch._foreach_mul_([grad for grad, _ in grads], 1 / scale)  # pyright: ignore
         sums, norm = self._total(sums, clip.total_norm(grad for grad, owned in grads if owned))
         total = sums.pop("loss")
         return Measured(total / count.clamp(min=1), count, sums, norm)
@@ -313,10 +313,10 @@ def build(
 def _task(recipe: Recipe, mesh: Mesh, config: Any) -> Task:
     """The task, with the loss of a vocabulary that may be divided."""
     task = tasks.build(recipe.task)
-    if mesh.spread("tensor") and hasattr(task, "head_loss"):
-        divided = partial(
-            vocabulary.linear_cross_entropy, group=mesh.group("tensor"), vocab=config.vocab
-        )
+    # A module of the user's keeps its head whole: its table names columns and rows only.
+    if mesh.spread("tensor") and hasattr(task, "head_loss") and hasattr(config, "vocab"):
+        group: Any = mesh.group("tensor")
+        divided = partial(vocabulary.linear_cross_entropy, group=group, vocab=config.vocab)
         task.head_loss = divided  # pyright: ignore
     return task
 

@@ -54,7 +54,9 @@ def verify(
 
 def candidates(recipe: Recipe, up_to: int) -> list[LayoutSection]:
     """The layouts that :func:`verify` tries with ``up_to``."""
-    return layouts.every(problem(recipe, 8, 2 * up_to).recipe, up_to)
+    small = problem(recipe, 8, 2 * up_to).recipe
+    table = LayoutSection(split=recipe.layout.split)
+    return layouts.every(small.model_copy(update={"layout": table}), up_to)
 
 
 def _verdicts(recipe: Recipe, up_to: int | None) -> Iterator[Verdict]:
@@ -66,6 +68,7 @@ def _verdicts(recipe: Recipe, up_to: int | None) -> Iterator[Verdict]:
             "layout: one process, which there is nothing to compare with; name a layout, such as "
             "layout.shard=2, or try all of them with --all 4"
         )
+    layouts.refuse(recipe)
     yield Proof(recipe).of(recipe.layout)
     name = recipe.train.precision
     own = Proof(recipe, torch.float32, _ROUNDED[name], precision=name)

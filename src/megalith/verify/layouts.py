@@ -9,6 +9,7 @@ from megalith.core.errors import RecipeError
 from megalith.layout import check
 from megalith.layout.mesh import AXES
 from megalith.recipe import Recipe
+from megalith.recipe.families import FactoryModel
 from megalith.recipe.schema import LayoutSection
 
 _VARIANTS = (
@@ -53,16 +54,27 @@ def allows(recipe: Recipe, layout: LayoutSection) -> bool:
         if family == "decoder":
             return False  # it has no norms with statistics
     try:
-        check.check(
-            recipe.model_copy(update={"layout": layout}),
-            models.resolve(recipe.model, {"vocab": 97, "channels": 3, "classes": 10}),
-            tasks.build(recipe.task),
-        )
+        refuse(recipe.model_copy(update={"layout": layout}))
     except RecipeError:
         return False
-    if layout.tensor > 1 and recipe.model.family == "factory":
-        return bool(layout.split)
     return True
+
+
+def refuse(recipe: Recipe) -> None:
+    """Say before any rank starts why the recipe's layout is not possible, as training does.
+
+    Raises:
+        RecipeError: one line.
+    """
+    facts = {"vocab": 97, "channels": 3, "classes": 10}  # of no importance here
+    check.check(recipe, models.resolve(recipe.model, facts), tasks.build(recipe.task))
+    if recipe.layout.tensor > 1 and isinstance(recipe.model, FactoryModel):
+        module = models.build(recipe.model, 0)
+        if not recipe.layout.split and not hasattr(module, "split"):
+            raise RecipeError(
+                "layout.split: is needed to divide a module of yours over layout.tensor, such as "
+                '{"blocks.*.up" = "column", "blocks.*.down" = "row"}'
+            )
 
 
 def label(layout: LayoutSection) -> str:

@@ -18,8 +18,9 @@ import torch
 
 from megalith.core import imports, launch
 from megalith.core.diagnose import RankFailed
-from megalith.core.errors import MegalithError
+from megalith.core.errors import MegalithError, RecipeError
 from megalith.recipe import Recipe
+from megalith.recipe.families import FactoryModel
 from megalith.recipe.schema import LayoutSection
 from megalith.verify import layouts, trial
 from megalith.verify.compare import Difference, compare, errors, worst
@@ -83,7 +84,10 @@ class Proof:
     _right: dict[tuple[Any, ...], _Right] = field(default_factory=dict, repr=False)
 
     def of_all(self, wanted: Sequence[LayoutSection]) -> Iterator[Verdict]:
-        """A verdict on each layout; those of one size share the start of their ranks."""
+        """A verdict on each layout; those of one size share the start of their ranks.
+
+        A module of the user's refuses some only when it is cut; those are left out.
+        """
         by_size: dict[int, list[LayoutSection]] = {}
         for layout in wanted:
             by_size.setdefault(layout.ranks, []).append(layout)
@@ -92,10 +96,16 @@ class Proof:
                 yield from self._together(same[first : first + _BATCH])
 
     def of(self, layout: LayoutSection) -> Verdict:
-        """The verdict on one layout, with the axes that bring a fault in."""
+        """The verdict on one layout, with the axes that bring a fault in.
+
+        Raises:
+            RecipeError: the layout is refused.
+        """
         start = time.perf_counter()
         try:
             verdict = self._on_ranks([layout])[0]
+        except RecipeError:
+            raise
         except (MegalithError, RankFailed) as error:
             took = time.perf_counter() - start
             verdict = Verdict(layout, float("inf"), [], took, failure=str(error))
@@ -110,10 +120,19 @@ class Proof:
             verdicts = self._on_ranks(same)
         except (MegalithError, RankFailed):
             # One of them failed, and its ranks with it: each by itself, to see which.
-            yield from (self.of(layout) for layout in same)
+            yield from (verdict for one in same if (verdict := self._of_allowed(one)))
             return
         for verdict in verdicts:
             yield verdict if verdict.right else self.of(verdict.layout)
+
+    def _of_allowed(self, layout: LayoutSection) -> Verdict | None:
+        try:
+            return self.of(layout)
+        except RecipeError as error:
+            if isinstance(self.recipe.model, FactoryModel):
+                return None
+            axes = layouts.spread_axes(layout)  # `layouts.allows` has said otherwise
+            return Verdict(layout, float("inf"), [], 0.0, axes=axes, failure=str(error))
 
     def _on_ranks(self, same: Sequence[LayoutSection]) -> list[Verdict]:
         with tempfile.TemporaryDirectory(prefix="megalith-verify-") as folder:
@@ -152,6 +171,8 @@ class Proof:
                 continue
             try:
                 right = self._on_ranks([part])[0].right
+            except RecipeError:
+                continue
             except (MegalithError, RankFailed):
                 right = False
             if not right:
@@ -274,7 +295,7 @@ def _judge(layout: LayoutSection, right: _Right, folder: Path, proof: Proof) -> 
     return Verdict(
         layout,
         worst(found),
-        [d for d in found if not d.error <= proof.tolerance],
+        [d for d in found if not d.within(proof.tolerance)],
         time.perf_counter() - start,
         micros=_micros(layout) // layout.data_ranks,
         precision=proof.precision or "float64",
@@ -283,7 +304,7 @@ def _judge(layout: LayoutSection, right: _Right, folder: Path, proof: Proof) -> 
 
 def _only_gradients(outcome: Outcome) -> Outcome:
     numbers = {name: v for name, v in outcome.numbers.items() if name.endswith("of update 1")}
-    return Outcome(numbers, {"gradient": outcome.tensors.get("gradient", {})})
+    return Outcome(numbers, {"gradient": outcome.tensors.get("gradient", {})}, outcome.narrow)
 
 
 def _without_statistics(outcome: Outcome) -> Outcome:
@@ -294,4 +315,4 @@ def _without_statistics(outcome: Outcome) -> Outcome:
         if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))
     }
     numbers = {n: v for n, v in outcome.numbers.items() if "evaluation" not in n}
-    return Outcome(numbers, {**outcome.tensors, "parameter": kept})
+    return Outcome(numbers, {**outcome.tensors, "parameter": kept}, outcome.narrow)

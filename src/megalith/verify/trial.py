@@ -33,10 +33,20 @@ class Outcome:
     Attributes:
         numbers: scalars by name, such as ``"loss of update 1"``.
         tensors: by kind (``gradient``, ``parameter``, ``state``, ``average``), then by name.
+        narrow: numbers that are rounded to less than float64.
     """
 
     numbers: dict[str, float] = field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    narrow: set[str] = field(default_factory=set)
+
+    def note(self, what: str, found: Mapping[str, Tensor]) -> None:
+        """Add scalars as ``"<name> of <what>"`` to those of that name."""
+        for name, value in found.items():
+            full = f"{name} of {what}"
+            self.numbers[full] = self.numbers.get(full, 0.0) + float(value)
+            if value.is_floating_point() and value.dtype != torch.float64:
+                self.narrow.add(full)
 
 
 @dataclass(frozen=True)
@@ -75,14 +85,8 @@ def run(trial: Trial) -> Outcome:
         checkpoint.restore(built, checkpoint.entries(trial.load)[-1], mesh)
     for number, update in enumerate(trial.updates, 1):
         measured = built.backward(_mine(update, mesh))
-        outcome.numbers |= {
-            f"loss of update {number}": float(measured.loss),
-            f"count of update {number}": float(measured.count),
-            f"norm of update {number}": float(measured.norm),
-        }
-        outcome.numbers |= {
-            f"{name} of update {number}": float(value) for name, value in measured.sums.items()
-        }
+        scalars = {"loss": measured.loss, "count": measured.count, "norm": measured.norm}
+        outcome.note(f"update {number}", {**scalars, **measured.sums})
         if number == 1:
             outcome.tensors["gradient"] = gather(_gradients(built), mesh)
         built.update(measured)
@@ -114,15 +118,12 @@ def _gradients(built: Step) -> dict[str, Piece]:
 
 
 def _evaluate(outcome: Outcome, built: Step, batches: Sequence[Batch], what: str) -> None:
-    totals: dict[str, float] = {}
     ranks, rank = built.mesh.data_ranks, built.mesh.data_rank
     for first in range(0, len(batches), ranks):
         batch = batches[min(first + rank, len(batches) - 1)]
         if first + rank >= len(batches):
             batch = _nothing(batch)
-        for name, value in built.evaluate(batch).items():
-            totals[name] = totals.get(name, 0.0) + float(value)
-    outcome.numbers |= {f"{name} of {what}": value for name, value in totals.items()}
+        outcome.note(what, built.evaluate(batch))
 
 
 def _nothing(batch: Batch) -> Batch:
