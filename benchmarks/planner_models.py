@@ -1,0 +1,16 @@
+"""Models that are not this project's, as a user would bring them: BERT-base and ViT-B/16."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTForImageClassification
+
+
+def bert(layers: int = 12) -> nn.Module:
+    """BERT-base with its masked-language head (Devlin et al. 2018)."""
+    return BertForMaskedLM(BertConfig(num_hidden_layers=layers))
+
+
+def vit(layers: int = 12) -> nn.Module:
+    """ViT-B/16 for 1000 classes (Dosovitskiy et al. 2020)."""
+    return ViTForImageClassification(ViTConfig(num_hidden_layers=layers, num_labels=1000))
