@@ -22,6 +22,9 @@ from layouts.traffic import Traffic
 from megalith.core import environment
 from megalith.core.launch import start
 
+SIZE = Size(8, width=64, heads=4, vocab=256, sequence=64, micro_batch=2, micros=8)
+"""Small: bytes follow from shapes, so that their ratios to the least hold for larger models too."""
+
 LAYOUTS = {
     "replicate {n}": ["layout.replicate={n}"],
     "replicate {n} (ddp)": ["layout.replicate={n}", "layout.engine=ddp"],
@@ -102,8 +105,9 @@ def measure(
 
 def main() -> None:
     """Count every layout and keep the result."""
-    size = Size()
-    rows = [*measure(size, 2, alone(2)), *measure(size, 4, {**alone(4), **JOINED})]
+    size = SIZE
+    rows = measure(size, 2, alone(2), fork=True)
+    rows += measure(size, 4, {**alone(4), **JOINED}, fork=True)
     for row in rows:
         print(f"{row['layout']:34} {row['bytes'] / 2**20:8.2f} MiB  {row['ratio']:.4f}")
     folder = Path(__file__).parent / "results"

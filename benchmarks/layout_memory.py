@@ -123,7 +123,7 @@ def main() -> None:
     """Measure every stage and keep the result."""
     rows = []
     for name, layout in LAYOUTS.items():
-        row = {"layout": name, **start(RANKS, measure, (layout,), timeout=300)}
+        row = {"layout": name, **start(RANKS, measure, (layout,), timeout=300, fork=True)}
         row["promise"] = promise(row["parameters"], _CUT[name])
         rows.append(row)
         told = {
