@@ -254,11 +254,11 @@ def _ends(mesh: Mesh) -> dist.ProcessGroup | None:
     """The ranks of the first and last stage beside this one; all ranks make all such groups."""
     columns = mesh.size // mesh.sizes["pipeline"]  # the pipeline is the outermost axis
     last = (mesh.sizes["pipeline"] - 1) * columns
-    groups = [dist.new_group([column, last + column]) for column in range(columns)]
+    groups: list[Any] = [dist.new_group([column, last + column]) for column in range(columns)]
     return groups[mesh.rank % columns] if mesh.first_stage or mesh.last_stage else None
 
 
-def _divide(spread: Spread, model: nn.Module, section: LayoutSection, mesh: Mesh) -> None:
+def _divide(spread: Spread, model: Any, section: LayoutSection, mesh: Mesh) -> None:
     """Experts, tensor and context parallelism, and norms over all ranks' samples."""
     if mesh.spread("expert"):
         boxes = expert.apply(model, mesh)

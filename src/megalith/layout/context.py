@@ -78,7 +78,7 @@ def part(
     return found
 
 
-def apply(model: nn.Module, group: dist.ProcessGroup, exchange: str) -> None:
+def apply(model: Any, group: dist.ProcessGroup, exchange: str) -> None:
     """Let every attention core of ``model`` see all tokens.
 
     Cores are modules named ``core`` with the interface of :mod:`megalith.models.decoder.attention`;

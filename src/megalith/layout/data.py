@@ -216,7 +216,7 @@ def shard(
     for part in [*units(model).values(), model]:
         fully_shard(part, mesh=_devices(mesh, inner), **options)
         wrapped.append(part)
-    sharded = [module for module in wrapped if isinstance(module, FSDPModule)]
+    sharded: list[FSDPModule] = [m for m in wrapped if isinstance(m, FSDPModule)]
     for module in sharded:
         # The loss is divided already; gloo has no kernel for FSDP2's own scaled sum.
         module.set_gradient_divide_factor(1.0)

@@ -155,7 +155,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def _from_linear(kind: type[Any], linear: nn.Linear, group: Any, **options: Any) -> Any:
-    layer = kind.__new__(kind)
+    layer: Any = kind.__new__(kind)  # pyright: ignore
     _ParallelLinear.__init__(layer, linear, group)
     for name, value in options.items():
         setattr(layer, name, value)

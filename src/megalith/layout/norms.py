@@ -21,7 +21,7 @@ def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Let every batch norm of ``model`` use the statistics of all samples of ``group``."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.forward = _forward(module, group)
+            module.forward = _forward(module, group)  # pyright: ignore
 
 
 def _forward(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:

@@ -134,7 +134,7 @@ def _wrap(
         _expect(module, nn.Linear, kind)
         module.forward = _row(module, group, sequence)
     elif kind == "vocabulary" and isinstance(module, nn.Embedding):
-        module.forward = _lookup(module, group, sequence)
+        module.forward = _lookup(module, group, sequence)  # pyright: ignore
     elif kind == "column":
         _expect(module, nn.Linear, kind)
         if column_copies:
@@ -198,14 +198,18 @@ def _own_masks(module: nn.Module, rank: int) -> Callable[..., Any]:
             return inner(*args, **kwargs)
         shared = int(torch.randint(1 << 62, ()))
         device = kwargs["query"].device if "query" in kwargs else args[0].device
-        others = {"devices": [device.index], "device_type": device.type}
-        with torch.random.fork_rng(
-            **(others if devices.is_accelerator(device) else {"devices": []})
-        ):
+        others = [device.index] if devices.is_accelerator(device) else []
+        with torch.random.fork_rng(devices=others, device_type=_forked(device)):
             seeds.set_default("tensor", shared, rank)
             return inner(*args, **kwargs)
 
     return forward
+
+
+def _forked(device: torch.device) -> str:
+    """A device type that ``fork_rng`` takes; the host's state is kept in any case."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None else device.type
 
 
 def _expect(module: nn.Module, kind: type[nn.Module], word: str) -> None:

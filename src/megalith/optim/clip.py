@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ def clip_(grads: Iterable[Tensor], norm: Tensor, limit: float) -> None:
     """Scale gradients in place by ``min(1, limit / norm)`` (Pascanu et al. 2013, algorithm 1)."""
     grads = list(grads)
     if grads:
-        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -26,5 +28,5 @@ def nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def _finite(grad: Tensor) -> bool:
-    part = grad.to_local() if hasattr(grad, "to_local") else grad  # of a DTensor, this rank's
+    part: Any = getattr(grad, "to_local", lambda: grad)()  # of a DTensor, this rank's part
     return bool(part.isfinite().all())

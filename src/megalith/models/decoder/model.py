@@ -228,11 +228,10 @@ class Decoder(nn.Module):
             )
         if positions is None:
             positions = torch.arange(past, past + seq, device=tokens.device)[None]
-        if hidden is None:
-            hidden = self._embed(tokens, positions)
+        states = self._embed(tokens, positions) if hidden is None else hidden
         cos = sin = None
         if self.positions is None:
-            cos, sin = self._rotary(positions, hidden.dtype)
+            cos, sin = self._rotary(positions, states.dtype)
 
         if cache is not None:
             if past and (documents is None) != (cache.documents is None):
@@ -249,18 +248,19 @@ class Decoder(nn.Module):
             layer = None if cache is None else cache.layers[index]
             if layer is not None:
                 layer.window = block.window
-            hidden = block(hidden, cos, sin, masks[block.window], layer)
-            if isinstance(hidden, tuple):
-                hidden, balance, load = hidden
+            made = block(states, cos, sin, masks[block.window], layer)
+            if isinstance(made, tuple):
+                made, balance, load = made
                 balances.append(balance)
                 cast(MoE, block.mlp).observe(load)
+            states = cast(Tensor, made)
         self.balance = total(balances)
         if isinstance(self.norm, Absent):
-            return hidden
-        hidden = self.norm(hidden)
+            return states
+        states = self.norm(states)
         if head is not None:
-            return head(hidden, self.head_weight)
-        return self.project(hidden, self.head_weight)
+            return head(states, self.head_weight)
+        return self.project(states, self.head_weight)
 
     def init_weight(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill ``tensor`` in place with the initial value of the parameter ``name``.
