@@ -245,7 +245,7 @@ class LayoutSection(Section):
     )
     stages: int = option(2, "interleaved: stages on each rank of the pipeline", unit="stages", gt=1)
     cuts: list[str] = option(
-        [], "pipeline: name of the first part of each further stage; left out: cut by cost"
+        [], "pipeline: name of the first block of each further stage; left out: cut by cost"
     )
     split: dict[str, Literal["column", "row"]] = option(
         {}, "tensor, for a module of yours: how the linear layers of each name pattern are split"
