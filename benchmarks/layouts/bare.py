@@ -123,9 +123,10 @@ _SPREAD = {"ddp": _ddp, "fsdp2": _fsdp2, "tensor": _tensor}
 
 def _alike(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Divided and whole parameters apart: torch does not mix them in one operation."""
-    divided = [p for p in parameters if isinstance(p, DTensor)]
-    whole = [p for p in parameters if not isinstance(p, DTensor)]
-    return [part for part in (divided, whole) if part]
+    parts: list[list[nn.Parameter]] = [[], []]
+    for parameter in parameters:
+        parts[isinstance(parameter, DTensor)].append(parameter)
+    return [part for part in parts if part]
 
 
 def _clip(parameters: Sequence[nn.Parameter], limit: float) -> None:

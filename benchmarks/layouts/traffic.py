@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -105,7 +105,7 @@ class Traffic(TorchDispatchMode):
     def _axes(self, ranks: list[int]) -> str:
         """The axes on which the ranks differ."""
         found, inner = [], 1
-        for axis, size in reversed(self.sizes.items()):
+        for axis, size in reversed(list(self.sizes.items())):
             if len({rank // inner % size for rank in ranks}) > 1:
                 found.append(axis)
             inner *= size
