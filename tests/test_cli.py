@@ -22,6 +22,7 @@ from megalith.recipe import load, parse
 ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "recipes" / "resnet-digits.toml")
 VERBS = [
+    ["plan"],
     ["train"],
     ["generate"],
     ["export"],

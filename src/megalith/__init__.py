@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megalith.core.errors import MegalithError
     from megalith.generate import generate
     from megalith.layout.spread import spread
+    from megalith.plan.estimate import plan
     from megalith.recipe import Recipe, load, parse
     from megalith.train.loop import Run, train
     from megalith.verify import verify
@@ -32,6 +33,7 @@ __all__ = [
     "generate",
     "load",
     "parse",
+    "plan",
     "spread",
     "train",
     "verify",
@@ -50,6 +52,7 @@ _HOMES = {
 _VERBS = {
     "train": "megalith.train.loop",
     "generate": "megalith.generate",
+    "plan": "megalith.plan",
     "verify": "megalith.verify",
 }
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import megalith
-from megalith.cli import checkpoints, data, machine, proofs, recipes, runs
+from megalith.cli import checkpoints, data, machine, plans, proofs, recipes, runs
 from megalith.cli.frame import Verbs, examples
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 # Without a name: their verbs stand beside each other at the top.
 app.add_typer(runs.app)
+app.add_typer(plans.app)
 app.add_typer(proofs.app)
 app.add_typer(machine.app)
 app.add_typer(recipes.app, name="recipe")

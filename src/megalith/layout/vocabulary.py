@@ -71,7 +71,7 @@ class _Divided(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
-        chunk = chunk_rows(len(weight))
+        chunk = chunk_rows(len(weight), hidden.device)
         for begin in range(0, len(hidden), chunk):
             rows = slice(begin, begin + chunk)
             part, target = hidden[rows], targets[rows]

@@ -28,7 +28,7 @@ from megalith.core.runs import write_whole
 from megalith.recipe import Recipe
 
 CACHE = Path(".cache/megalith/plan")
-_FORMAT = 3
+_FORMAT = 4
 _ROOMS = ("plan", "layout", "models", "tasks", "optim", "recipe", "step.py", "core/devices.py")
 # What a step's memory and time do not depend on.
 _APART = {"run", "evaluate", "checkpoint"}
@@ -60,8 +60,7 @@ class Seen:
         moment: phase, module and operator of the peak.
         largest: tensors alive at the peak: bytes, kind, shape, dtype, module.
         computed: by ``kind/phase/dtype``: operators, operations, bytes read and written.
-        sent: by ``name/phase/ranks``: collectives, and the bytes of their whole tensors. Ranks are
-            counted from the group's first one.
+        sent: by ``name/phase/axes``: collectives, and the bytes of their whole tensors.
         parameters: on this rank.
         operators: that ran.
         curve: bytes of each kind over the update, at equally many events.
@@ -163,8 +162,6 @@ def start() -> None:
 
 @functools.cache
 def _context() -> ForkServerContext:
-    # Threads of a trace would only fight for the processors that other traces run on.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megalith.plan.preload"])
     return context
@@ -218,7 +215,7 @@ def _work(connection: Connection, asked: Asked) -> None:
     import torch
 
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # more would fight for the processors that other traces run on
     try:
         from megalith.plan.summary import summary
 
