@@ -15,7 +15,7 @@ from megalith.recipe.schema import LayoutSection
 from megalith.verify import candidates, layouts, verify
 from megalith.verify.proof import Proof
 
-SPLIT = {"blocks.*.up": "column", "blocks.*.down": "row"}
+SPLIT: dict[str, Any] = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
 
 @pytest.fixture(autouse=True, scope="module")
