@@ -234,7 +234,7 @@ class Tracker(TorchDispatchMode):
             self._compute(function, args, kwargs, result)
 
     def _cast(self, given: Tensor, result: Tensor) -> None:
-        """A weight in another dtype is not an activation, and lives as long as autocast keeps it."""
+        """A weight in another dtype is no activation, and lives as long as autocast keeps it."""
         known, copy = (self._live.get(id(t.untyped_storage())) for t in (given, result))
         if known and copy and copy is not known and known.entry.role in ("weights", "gathered"):
             copy.entry.role = "casts"
@@ -311,11 +311,12 @@ class Tracker(TorchDispatchMode):
         old = known.entry
         if old.bytes == storage.nbytes():
             return
-        if old.bytes:
+        if storage.nbytes() == 0:
             self._end(old)
-        role = old.role or "gathered"
         live = self._born(storage, old.shape, old.dtype, "resize_")
-        live.entry.role = role
+        live.entry.role = old.role or "gathered"
+        if old.bytes and storage.nbytes():
+            self._end(old)  # what was in it has been copied: for a moment both are there
 
     def _enter(self, phase: str) -> None:
         if phase != self.phase:
