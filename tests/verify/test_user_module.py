@@ -63,7 +63,9 @@ def test_a_module_of_the_users_is_right_under(layout: dict[str, Any], proof: Pro
     assert verdict.error < 1e-12
 
 
-@pytest.mark.parametrize("layout", [{"shard": 2}], ids=lambda one: next(iter(one)))
+@pytest.mark.parametrize(
+    "layout", [{"shard": 2}, {"replicate": 2}], ids=lambda one: next(iter(one))
+)
 def test_a_parameter_that_nothing_uses_stays_as_it_is(layout: dict[str, Any]) -> None:
     verdict = Proof(recipe(unused=True)).of(LayoutSection(**layout))
     assert verdict.right, verdict.lines()

@@ -90,6 +90,7 @@ class _Bucket:
     group: dist.ProcessGroup
     waiting: int = 0
     work: Any = None
+    missing: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -129,6 +130,10 @@ class Replicas(Alone):
         for bucket in self._buckets:
             bucket.work.wait()
             bucket.work = None
+            for parameter, ranks in bucket.missing:
+                if not ranks:  # as on one process, an optimizer passes over what nothing uses
+                    parameter.grad = None
+            bucket.missing.clear()
 
     def _arrived(self, bucket: _Bucket) -> None:
         if not self._armed:
@@ -139,13 +144,19 @@ class Replicas(Alone):
             self._launch(self._buckets[self._next])
 
     def _launch(self, bucket: _Bucket) -> None:
-        for parameter in bucket.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([p.grad.flatten() for p in bucket.parameters])  # pyright: ignore
-        sizes = [p.numel() for p in bucket.parameters]
-        for parameter, part in zip(bucket.parameters, flat.split(sizes), strict=True):
+        grads = [p.grad for p in bucket.parameters]
+        filled = [
+            torch.zeros_like(p) if grad is None else grad
+            for p, grad in zip(bucket.parameters, grads, strict=True)
+        ]
+        # Behind the gradients: on how many ranks each parameter has one.
+        here = torch.tensor([grad is not None for grad in grads]).to(filled[0])
+        flat = torch.cat([*(grad.flatten() for grad in filled), here])
+        *parts, ranks = flat.split([*(p.numel() for p in bucket.parameters), len(grads)])
+        for parameter, part in zip(bucket.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)  # the bucket takes the place of what it copied
+        missing = [i for i, grad in enumerate(grads) if grad is None]
+        bucket.missing = [(bucket.parameters[i], ranks[i]) for i in missing]
         bucket.work = dist.all_reduce(flat, group=bucket.group, async_op=True)
         self._next += 1
 
