@@ -1,4 +1,4 @@
-"""One rank of a large job, alone in its process: groups of any size whose collectives do nothing."""
+"""One rank of a large job, alone in its process: groups of any size that send nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _MESH = (
@@ -34,6 +35,9 @@ def join(ranks: int, rank: int, device: str) -> None:
         if name in DeviceMesh.__dict__:
             _really(DeviceMesh, name)
     _really(_MeshLayout, "remap_to_tensor")
+    # DTensor asks for shapes by running operators on whole tensors, which no rank ever has: in a
+    # mode of its own, so that they are not taken for the step's.
+    _really(ShardingPropagator, "_propagate_tensor_meta_non_cached")
     _fsdp_param._chunk_with_empty = _chunks  # pyright: ignore
     backend = "fake" if device == "cpu" else f"cpu:fake,{device}:fake"
     dist.init_process_group(backend, rank=rank, world_size=ranks, store=FakeStore())

@@ -20,9 +20,8 @@ _CHUNK_LOGITS = 1 << 24
 """Logits per chunk: 64 MiB in float32, enough rows to keep the matmuls of a CPU at full speed."""
 
 _CHUNK_LOGITS_OF_ACCELERATOR = 1 << 27
-"""512 MiB in float32. Each chunk reads the head's weight and writes its float32 gradient anew, which
-takes an H100 as long as multiplying hundreds of rows; with 64 MiB it would mostly wait for memory.
-"""
+"""512 MiB in float32. Each chunk reads the head's weight and writes its float32 gradient anew, as
+long on an H100 as multiplying hundreds of rows; with 64 MiB it would mostly wait for memory."""
 
 _ALIGN = 32
 """Rows of logits are padded to a multiple of this: matmuls into rows of odd length are slower."""
