@@ -135,19 +135,17 @@ def _math(
     scale: float | None,
     grouped: bool,
 ) -> Tensor:
-    if grouped:
-        times = query.shape[-3] // key.shape[-3]
-        key, value = (t.repeat_interleave(times, -3) for t in (key, value))
-    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
-    if causal:
-        size = (query.shape[-2], key.shape[-2])
-        mask = torch.ones(size, dtype=torch.bool, device=query.device).tril()
-    scores = (query * root) @ (key * root).transpose(-2, -1)
-    additive = _additive(mask, query.dtype)
-    weights = torch.softmax(scores if additive is None else scores + additive, -1)
-    if dropout > 0:
-        weights = torch.dropout(weights, dropout, True)
-    return weights @ value
+    # Torch's own, made of operators that every device has; half precision is widened.
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query,
+        key,
+        value,
+        _additive(mask, query.dtype),
+        dropout,
+        causal,
+        scale=scale,
+        enable_gqa=grouped,
+    )[0]
 
 
 _ATTENTION = {"flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "math": _math}

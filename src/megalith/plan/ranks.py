@@ -88,6 +88,17 @@ def _chunks(tensor: Tensor, num_chunks: int, dim: int) -> Any:
     return _Chunks(tensor, num_chunks, dim)
 
 
+class _Mode(torch._subclasses.FakeTensorMode):
+    """There is one for all tensors of a trace.
+
+    A tensor knows its mode. Copying a module would copy the mode too, and tensors of another mode
+    are converted at every use: their views would be memory of their own.
+    """
+
+    def __deepcopy__(self, memo: Any) -> _Mode:
+        return self
+
+
 def fake_mode() -> torch._subclasses.FakeTensorMode:
     """The mode in which a step is traced."""
-    return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    return _Mode(allow_non_fake_inputs=True)
