@@ -135,6 +135,7 @@ def plan(
     full: bool = False,
     advise: bool = True,
     ends_only: bool = False,
+    confirm: bool = True,
     pool: Pool | None = None,
     say: Say | None = None,
 ) -> Plan:
@@ -145,6 +146,7 @@ def plan(
         full: trace all layers and micro-batches.
         advise: look for changes that fit, if it does not.
         ends_only: of a pipeline, look at the first and last stage only.
+        confirm: of a deep model, make the trace that confirms the others.
         say: is told what is being done.
 
     Raises:
@@ -155,7 +157,7 @@ def plan(
     machine = on if isinstance(on, Machine) else parse(on, recipe.train.precision)
     asked = question(recipe, machine)
     machine, notes = _seated(asked.recipe, machine)
-    looks = traces(asked, machine, pool, full=full, ends_only=ends_only, say=say)
+    looks = traces(asked, pool, full=full, ends_only=ends_only, say=say, confirm=confirm)
     found = judged(asked.recipe, machine, looks, notes)
     if found.fits or not advise:
         return found
@@ -185,11 +187,11 @@ def question(recipe: Recipe, machine: Machine) -> Asked:
 
 
 def traces(
-    asked: Asked, machine: Machine, pool: Pool, *, full: bool, ends_only: bool, say: Say
+    asked: Asked, pool: Pool, *, full: bool, ends_only: bool, say: Say, confirm: bool = True
 ) -> list[Look]:
     """The distinct ranks of a question, looked at."""
     chosen = extrapolate.parts(asked.recipe, asked.recipe.model, ends_only=ends_only)
-    return extrapolate.look(pool, asked, chosen, full=full, say=say)
+    return extrapolate.look(pool, asked, chosen, full=full, say=say, confirm=confirm)
 
 
 def judged(

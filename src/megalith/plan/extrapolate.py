@@ -87,17 +87,24 @@ def parts(recipe: Recipe, config: models.ModelConfig, *, ends_only: bool = False
 
 
 def look(
-    pool: Pool, asked: Asked, chosen: Sequence[Part], *, full: bool, say: Callable[[str], None]
+    pool: Pool,
+    asked: Asked,
+    chosen: Sequence[Part],
+    *,
+    full: bool,
+    say: Callable[[str], None],
+    confirm: bool = True,
 ) -> list[Look]:
     """Each part's update, traced in small or in full.
 
     Args:
         asked: the whole recipe, resolved, as rank 0.
+        confirm: make the trace that confirms the others.
 
     Raises:
         PlanError: a trace failed.
     """
-    grids = [[] if full else _grid(asked.recipe, part) for part in chosen]
+    grids = [[] if full else _grid(asked.recipe, part, confirm) for part in chosen]
     if any(not grid for grid in grids):
         say("tracing in full")
     jobs = [
@@ -139,7 +146,7 @@ def extend(points: Sequence[Point], seen: Sequence[Seen], goal: Point) -> Seen |
     deepest = held[-1][1]
     return replace(
         deepest,
-        memory=_named(memory, "memory"),
+        memory=_with_reserved(_named(memory, "memory"), deepest.memory),
         kinds=_named(memory, "kinds"),
         most=_named(memory, "most"),
         curve={
@@ -182,6 +189,16 @@ def _fitted(
                 return None
     found = (basis(np.array([goal], float)) @ wanted_goal)[0]
     return {name: float(value) for name, value in zip(names, found, strict=True)}
+
+
+def _with_reserved(memory: dict[str, float], deepest: dict[str, float]) -> dict[str, float]:
+    """Reserved memory follows allocated memory; segments and pages make it only nearly linear."""
+    allocated = memory["allocated"]
+    for name in ("reserved", "reserved_expandable"):
+        share = deepest[name] / max(1.0, deepest["allocated"])
+        if not allocated <= memory[name] <= allocated * share:
+            memory[name] = allocated * share
+    return memory
 
 
 def _memory(seen: Seen) -> dict[str, float]:
@@ -235,7 +252,7 @@ def _goal(recipe: Recipe, part: Part) -> Point:
     return Point(part.layers, _kept(recipe.layout, part.stage, many), many)
 
 
-def _grid(recipe: Recipe, part: Part) -> list[Point]:
+def _grid(recipe: Recipe, part: Part, confirm: bool) -> list[Point]:
     """The small traces of a part, the confirming one last; empty: only a full one will do."""
     config, layout, goal = recipe.model, recipe.layout, _goal(recipe, part)
     if not isinstance(config, DecoderConfig):
@@ -246,9 +263,10 @@ def _grid(recipe: Recipe, part: Part) -> list[Point]:
         return []  # layers of two kinds
     if config.experts and config.dense_layers and layout.pipeline > 1:
         return []
-    first = config.dense_layers + (4 if layout.shard > 1 else 2)
+    # Whole weights of three layers are there at once while ZeRO-3 gathers ahead.
+    first = config.dense_layers + (4 if layout.shard > 1 and layout.zero == 3 else 2)
     deep = part.layers > first + 3
-    depths = [first, first + 1, first + 2] if deep else [part.layers]
+    depths = [first, first + 1, first + 2][: 3 if confirm else 2] if deep else [part.layers]
     pipeline = layout.pipeline > 1
     if not pipeline:
         update = min(2, goal.micros)
@@ -266,7 +284,7 @@ def _grid(recipe: Recipe, part: Part) -> list[Point]:
     grid = [point(n, k) for k in keeps[:2] for n in depths[:2]]
     if not few and point(depths[0], keeps[0]).micros < goal.micros:
         grid = [point(n, keeps[0], 1) for n in depths[:2]] + grid
-    if few or deep:
+    if confirm and (few or deep):
         grid.append(point(depths[-1], keeps[-1]))
     whole = goal.layers * goal.micros
     return grid if sum(p.layers * p.micros for p in grid) < 0.7 * whole else []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -105,21 +106,10 @@ def search(
     hopeful = [c for c in rated if c.rough.memory <= _MARGIN * machine.device.memory]
     # Where nothing seems to fit, what comes closest is tried.
     hopeful = hopeful or sorted(rated, key=lambda one: one.rough.memory)
-    judged: list[Candidate] = []
-    for candidate in _varied(recipe, hopeful):
-        fitting = [one for one in judged if one.plan is not None and one.plan.fits]
-        if len(judged) >= traced and (fitting or len(judged) >= 3 * traced):
-            break
-        say(f"tracing {' '.join(advice.overrides(candidate.fields))}")
-        try:
-            judged.append(_traced(recipe, machine, candidate, pool, say))
-        except MegalithError as error:
-            say(str(error))
-    fitting = sorted(
-        (one for one in judged if one.plan is not None and one.plan.fits),
-        key=lambda one: _score(one, machine, goal),
-    )
-    others = [one for one in judged if one not in fitting]
+    judged = _judged(recipe, machine, hopeful, traced, pool, say)
+    fitting = [one for one in judged if one.plan is not None and one.plan.fits]
+    fitting = _confirmed(recipe, machine, fitting, goal, pool, say)
+    others = [one for one in judged if one.fields not in [best.fields for best in fitting]]
     seen = [one.fields for one in judged]
     rest = [one for one in hopeful if one.fields not in seen]
     return Found(goal, fitting[0] if fitting else None, [*fitting, *others, *rest], len(rated))
@@ -236,7 +226,11 @@ def _rated(
         ):
             changed = train.model_copy(update={"micro_batch": size, "checkpointing": way})
             other = recipe.model_copy(update={"layout": sections, "train": changed})
-            fields = {f"layout.{name}": value for name, value in layout.items() if value != 1}
+            fields = {
+                f"layout.{name}": value
+                for name, value in layout.items()
+                if value != 1 or name == "zero"
+            }
             fields |= {"train.micro_batch": size, "train.checkpointing": way}
             if _allowed(other, config, task):
                 yield fields, closed.rough(other, machine)
@@ -266,12 +260,12 @@ def _allowed(recipe: Recipe, config: Any, task: Any) -> bool:
     return True
 
 
-def _varied(recipe: Recipe, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """The best of each shape first: formulas cannot tell near twins apart, and a trace costs."""
+def _varied(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The best of each kind first: formulas cannot tell near twins apart, and a trace costs."""
     shapes: set[tuple[Any, ...]] = set()
     later: list[Candidate] = []
     for one in candidates:
-        names = ("tensor", "pipeline", "context", "expert")
+        names = ("tensor", "context", "expert")
         shape = tuple(one.fields.get(f"layout.{name}", 1) for name in names)
         if shape in shapes:
             later.append(one)
@@ -282,13 +276,62 @@ def _varied(recipe: Recipe, candidates: Sequence[Candidate]) -> Iterator[Candida
 
 
 def _traced(
-    recipe: Recipe, machine: Machine, candidate: Candidate, pool: Pool, say: Say
+    recipe: Recipe, machine: Machine, candidate: Candidate, pool: Pool, say: Say, *, confirm: bool
 ) -> Candidate:
     other = advice.changed(recipe, candidate.fields)
     traced = estimate.plan(
-        other, machine.part(other.layout.ranks), advise=False, ends_only=True, pool=pool, say=say
+        other,
+        machine.part(other.layout.ranks),
+        advise=False,
+        ends_only=True,
+        confirm=confirm,
+        pool=pool,
+        say=say,
     )
     return Candidate(candidate.fields, candidate.rough, traced)
+
+
+def _judged(
+    recipe: Recipe,
+    machine: Machine,
+    hopeful: Sequence[Candidate],
+    traced: int,
+    pool: Pool,
+    say: Say,
+) -> list[Candidate]:
+    """The best by formula, traced; further ones while none of them fits."""
+
+    def judge(candidate: Candidate) -> Candidate | None:
+        say(f"tracing {' '.join(advice.overrides(candidate.fields))}")
+        try:
+            return _traced(recipe, machine, candidate, pool, say, confirm=False)
+        except MegalithError as error:
+            say(str(error))
+            return None
+
+    order = _varied(hopeful)
+    judged: list[Candidate] = []
+    with ThreadPoolExecutor(traced) as together:  # no processor waits for a candidate's last trace
+        for _ in range(3):
+            chosen = list(itertools.islice(order, traced))
+            judged += [one for one in together.map(judge, chosen) if one is not None]
+            if not chosen or any(one.plan is not None and one.plan.fits for one in judged):
+                break
+    return judged
+
+
+def _confirmed(
+    recipe: Recipe, machine: Machine, fitting: list[Candidate], goal: Goal, pool: Pool, say: Say
+) -> list[Candidate]:
+    """Those that fit, the best first, which one more trace confirms."""
+    found = sorted(fitting, key=lambda one: _score(one, machine, goal))
+    while found:
+        say("confirming the best")
+        best = _traced(recipe, machine, found[0], pool, say, confirm=True)
+        if best.plan is not None and best.plan.fits:
+            return sorted([best, *found[1:]], key=lambda one: _score(one, machine, goal))
+        found = found[1:]
+    return found
 
 
 def _score(candidate: Candidate, machine: Machine, goal: Goal) -> float:

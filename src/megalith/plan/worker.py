@@ -90,6 +90,7 @@ class Pool:
         self._cache = cache
         self._context = _context()
         self._threads = ThreadPoolExecutor(processes or _processors())
+        self._known: dict[str, Seen] = {}
         self.traced = 0
 
     def see(self, asked: Iterable[Asked]) -> list[Seen | PlanError]:
@@ -108,18 +109,28 @@ class Pool:
         return found
 
     def _see(self, asked: Asked) -> Seen | PlanError:
-        path = self._cache / f"{key(asked)}.json" if self._cache is not None else None
-        if path is not None and path.exists():
-            try:
-                return Seen(**json.loads(path.read_text("utf-8")))
-            except (OSError, ValueError, TypeError):
-                path.unlink(missing_ok=True)  # damaged: it is traced again
+        name = key(asked)
+        found = self._known.get(name) or self._recall(name)
+        if found is not None:
+            return found
         found = _in_a_process(self._context, asked)
         self.traced += 1
-        if path is not None and isinstance(found, Seen):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(asdict(found)))
+        if isinstance(found, Seen):
+            self._known[name] = found
+            if self._cache is not None:
+                self._cache.mkdir(parents=True, exist_ok=True)
+                write_whole(self._cache / f"{name}.json", json.dumps(asdict(found)))
         return found
+
+    def _recall(self, name: str) -> Seen | None:
+        path = self._cache / f"{name}.json" if self._cache is not None else None
+        if path is None or not path.exists():
+            return None
+        try:
+            return Seen(**json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError):
+            path.unlink(missing_ok=True)  # damaged: it is traced again
+            return None
 
 
 def key(asked: Asked) -> str:

@@ -1,0 +1,177 @@
+"""Plans: what is inferred is what a full trace says, what does not fit is said, nothing is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalith.core.errors import PlanError, RecipeError
+from megalith.plan import extrapolate
+from megalith.plan.estimate import plan, question, traces
+from megalith.plan.extrapolate import Point, extend
+from megalith.plan.machine import parse as machine
+from megalith.plan.samples import facts_and_sample
+from megalith.plan.worker import Pool, Seen, key
+from megalith.recipe import Recipe, parse
+
+SMALL = {"layers": 2, "width": 64, "heads": 4, "context": 64, "vocab": 512}
+
+
+def recipe(model: dict | None = None, layout: dict | None = None, **train: object) -> Recipe:
+    return parse(
+        {
+            "model": {**SMALL, **(model or {})},
+            "data": {"tokenizer": "bpe-512", "sequence": 64},
+            "train": {"global_batch": 16, "precision": "bf16", **train},
+            "layout": layout or {},
+        }
+    )
+
+
+def test_facts_and_shapes_come_without_a_corpus(tmp_path: Path) -> None:
+    text = {"files": [str(tmp_path / "none.txt")], "tokenizer": "bpe-5000", "sequence": 8}
+    facts, sample = facts_and_sample(parse({"data": text}))
+    assert facts == {"vocab": 5000}
+    assert sample["tokens"] == ((8,), "int64")
+    assert "documents" not in sample
+    apart = parse({"data": {**text, "tokenizer": "bytes", "cross_document_attention": False}})
+    facts, sample = facts_and_sample(apart)
+    assert facts == {"vocab": 257}
+    assert sample["documents"] == sample["positions"] == ((8,), "int64")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vocabulary_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
+    data = {"files": ["x"], "tokenizer": str(tmp_path / "gone.json")}
+    with pytest.raises(RecipeError, match=r"^model.vocab: .*say it"):
+        facts_and_sample(parse({"data": data}))
+    assert facts_and_sample(parse({"data": data, "model": {"vocab": 9}}))[0] == {}
+
+
+def test_shapes_are_those_of_real_samples() -> None:
+    from megalith.data.prepare import prepare
+
+    digits = parse({"model": {"family": "resnet"}, "data": {"source": "digits"}})
+    facts, sample = facts_and_sample(digits)
+    splits = prepare(digits.data, 0)
+    assert facts == splits.facts
+    real = {n: (tuple(t.shape), str(t.dtype)[6:]) for n, t in splits.train[0].items()}
+    assert {name: shape for name, shape in sample.items() if name != "sample"} == real
+
+
+def line(layers: int, kept: int, micros: int, operator: str = "mm", bend: float = 0.0) -> Seen:
+    """What a step would say whose memory and work are exactly bilinear, but for ``bend``."""
+    size = 1000.0 + 10 * layers + 5 * kept + 7 * layers * kept + bend
+    return Seen(
+        memory={"allocated": size, "reserved": 1.5 * size, "reserved_expandable": size},
+        kinds={"activations": size},
+        most={"activations": size},
+        moment={"phase": "backward", "operator": operator, "module": ""},
+        largest=[],
+        computed={"matmul/forward/bfloat16": [micros * layers, 100.0 * micros * layers, 0.0]},
+        sent={"allreduce_/forward/world": [2.0, 8.0 * micros]},
+    )
+
+
+GRID = [Point(n, k, k + 1) for n in (2, 3) for k in (2, 3)] + [Point(4, 4, 5)]
+
+
+def test_few_layers_and_micro_batches_tell_of_many() -> None:
+    found = extend(GRID, [line(p.layers, p.kept, p.micros) for p in GRID], Point(96, 16, 192))
+    assert found is not None
+    assert found.memory["allocated"] == pytest.approx(1000 + 960 + 80 + 7 * 96 * 16)
+    assert found.computed["matmul/forward/bfloat16"][1] == pytest.approx(100.0 * 96 * 192)
+    assert found.sent["allreduce_/forward/world"] == pytest.approx([2.0, 8.0 * 192])
+
+
+def test_a_point_beside_the_line_or_another_operator_at_the_peak_is_not_believed() -> None:
+    goal = Point(96, 16, 192)
+    rows = [line(p.layers, p.kept, p.micros) for p in GRID]
+    assert extend(GRID, [*rows[:-1], line(4, 4, 5, bend=10.0)], goal) is None
+    assert extend(GRID, [*rows[:-1], line(4, 4, 5, operator="add")], goal) is None
+
+
+def test_a_pipelines_stages_are_seen_once_each() -> None:
+    even = recipe({"layers": 16}, {"pipeline": 4}, micro_batch=1)
+    parts = extrapolate.parts(even, even.model)
+    assert [(p.stage, p.ranks) for p in parts] == [(0, 1), (1, 2), (3, 1)]
+    assert sum(p.ranks * p.layers for p in parts) == 16
+    ends = extrapolate.parts(even, even.model, ends_only=True)
+    assert [p.stage for p in ends] == [0, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [{"shard": 4}, {"replicate": 2}, {"pipeline": 2, "tensor": 2}, {"pipeline": 4, "shard": 2}],
+    ids=str,
+)
+def test_what_is_inferred_is_what_a_full_trace_says(layout: dict) -> None:
+    deep = recipe({"layers": 24}, layout, micro_batch=1, global_batch=16)
+    pool, on = Pool(None), machine(f"{deep.layout.ranks}xH100")
+    asked = question(deep, on)
+    few, whole = (
+        traces(asked, pool, full=full, ends_only=True, say=print) for full in (False, True)
+    )
+    assert any(look.points for look in few)
+    for inferred, traced in zip(few, whole, strict=True):
+        assert inferred.seen.memory["allocated"] == pytest.approx(
+            traced.seen.memory["allocated"], rel=1e-3
+        )
+        for kind in ("computed", "sent"):
+            said, saw = getattr(inferred.seen, kind), getattr(traced.seen, kind)
+            assert {n: v for n, v in said.items() if v[0] > 0.5}.keys() == saw.keys()
+            for name, values in saw.items():
+                assert said[name] == pytest.approx(values, rel=1e-3), name
+
+
+def test_the_layout_takes_a_part_of_the_machine_or_is_refused() -> None:
+    small = recipe(micro_batch=4)
+    found = plan(small, "8xH100", pool=Pool(None))
+    assert found.machine.count == 1
+    assert any("one device of 8" in note for note in found.notes)
+    assert found.fits
+    assert found.run.device_hours == pytest.approx(found.time.seconds * small.train.steps / 3600)
+    with pytest.raises(PlanError, match=r"^layout: needs 16 devices, and 8xH100 has 8"):
+        plan(recipe(layout={"shard": 16}), "8xH100", pool=Pool(None))
+
+
+def test_what_does_not_fit_is_said_with_what_would() -> None:
+    found = plan(recipe(micro_batch=16), "1xL4,memory=0.605", pool=Pool(None))
+    assert not found.fits
+    assert found.why.startswith("does not fit: a rank needs")
+    assert found.changes
+    for change in found.changes:
+        assert change.needed <= found.limit < found.needed
+    plain = found.as_dict()
+    assert plain["ranks"][0]["kinds"]["activations"] > 0
+    assert sum(plain["ranks"][0]["kinds"].values()) == plain["ranks"][0]["allocated"]
+    assert plain["not_modelled"]
+
+
+def test_a_worker_that_dies_in_torch_is_one_line_and_the_planner_goes_on(tmp_path: Path) -> None:
+    values = {
+        "model": {"factory": "toys_plan:aborts"},
+        "data": {"factory": "toy_data:ragged"},
+    }
+    found = Pool(None).see([question(parse(values), machine("1xH100"))] * 2)
+    for one in found:
+        assert isinstance(one, PlanError)
+        assert "signal 6" in str(one)
+        assert "\n" not in str(one)
+
+
+def test_traces_are_kept_by_what_decides_them(tmp_path: Path) -> None:
+    pool, small = Pool(tmp_path), recipe(micro_batch=2)
+    first = plan(small, "1xH100", pool=pool)
+    assert pool.traced >= 1
+    before = pool.traced
+    dearer = plan(small, "1xH100,price=99", pool=pool)
+    assert pool.traced == before
+    assert dearer.ranks == first.ranks
+    other = recipe(micro_batch=2, steps=7)
+    on = machine("1xH100")
+    assert key(question(other, on)) == key(question(small, on))
+    assert key(question(recipe(micro_batch=4), on)) != key(question(small, on))
+    assert key(question(small, machine("1xL4"))) != key(question(small, on))
