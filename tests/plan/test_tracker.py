@@ -106,6 +106,15 @@ def saved(tracker: Tracker) -> Any:
     return x
 
 
+def used_twice(tracker: Tracker) -> Any:
+    x = unit().requires_grad_()
+    # The gradients of both sines are added in place of the first: x, exp(x), two gradients; then
+    # the sum, and its product with exp(x) while the second is gone.
+    y = x.exp()
+    (y.sin() + y.sin()).sum().backward()
+    return x, y
+
+
 def half(tracker: Tracker) -> Any:
     x = unit()
     return x, x.bfloat16(), x.double()
@@ -125,6 +134,7 @@ def half(tracker: Tracker) -> Any:
         (emptied_and_filled, UNIT),
         (grown, 4 * UNIT),
         (saved, 4 * UNIT + 2 * SCALAR),
+        (used_twice, 5 * UNIT + 2 * SCALAR),
         (half, UNIT + UNIT // 2 + 2 * UNIT),
     ],
 )

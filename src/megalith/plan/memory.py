@@ -202,7 +202,7 @@ def _walk(
 
 
 def _moment(record: Record, event: int) -> Moment:
-    born = next((entry for entry in record.memory if entry.born == event), None)
+    born = next((one for one in record.memory if one.born == event and one.bytes), None)
     if born is None:  # nothing that the update makes comes above what is there before it
         return Moment(event, _phase(record, event), "", "")
     return Moment(event, born.phase, born.module, born.operator)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megalith import step as steps
+from megalith.core import imports
 from megalith.layout import mesh as meshes
 from megalith.layout.mesh import Mesh
 from megalith.layout.units import named_parameters
@@ -77,6 +78,7 @@ def trace(job: Job) -> Trace:
         ranks.join(layout.ranks, job.rank, device.type)
     mesh = meshes.build(layout, device)
     fake = ranks.fake_mode()
+    _import(job.recipe)
     built = steps.build(job.recipe, job.facts, device, mesh, inside=fake)
     with fake:
         batches = _batches(job, mesh, device)
@@ -89,7 +91,7 @@ def trace(job: Job) -> Trace:
             for tensor in batch.values():
                 tracker.name(tensor, "input")
         with tracker, running:
-            _update(tracker, built, batches)
+            _update(tracker, built, batches[: _least(job)])
             tracker.start_over()  # the first update found neither gradients nor moments
             _update(tracker, built, batches)
     return Trace(
@@ -98,6 +100,22 @@ def trace(job: Job) -> Trace:
         parameters=sum(p.numel() for _, p in named_parameters(built.model)),
         micros=len(batches),
     )
+
+
+def _least(job: Job) -> int:
+    """Micro-batches that an update must have at least."""
+    layout = job.recipe.layout
+    return layout.pipeline if layout.schedule == "interleaved" else 1
+
+
+def _import(recipe: Recipe) -> None:
+    """The user's code, as it would be without a trace: importing it may make tensors."""
+    for section, reference in (
+        ("model", getattr(recipe.model, "factory", None)),
+        ("task", recipe.task.factory),
+    ):
+        if reference is not None:
+            imports.resolve(reference, f"{section}.factory")
 
 
 def _no_stream() -> int:

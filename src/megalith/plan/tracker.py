@@ -6,10 +6,12 @@ end is known to the operator; nothing is inferred from a graph. It works on fake
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ _NO_KERNEL = {
     torch.ops.aten._unsafe_view.default,
 }
 _COLLECTIVES = ("c10d", "_c10d_functional")
+_BETWEEN = ("__torch_dispatch__", "_fn", "inner")
 _NOTHING_SENT = ("wait_tensor", "barrier", "monitored_barrier_")
 
 
@@ -147,6 +150,7 @@ class Tracker(TorchDispatchMode):
         self.role = ""
         self._device, self._stream, self._module = device, stream, module
         self._live: dict[int, _Live] = {}
+        self._joined: tuple[_Live | None, _Live | None] = (None, None)
         self._outer: Any = None
         self._resize: Any = None
 
@@ -165,7 +169,7 @@ class Tracker(TorchDispatchMode):
     def start_over(self) -> None:
         """Look at what comes from now on, and at what is alive, only."""
         old = self.record
-        alive = [entry for entry in old.memory if entry.died is None]
+        alive = [entry for entry in old.memory if entry.died is None and entry.bytes]
         ended = [entry for entry in old.memory if entry.died is not None]
         self.record = Record(
             memory=alive,
@@ -222,6 +226,8 @@ class Tracker(TorchDispatchMode):
         for storage, part in _all_storages(result):
             if self._counts(part):
                 self._see(storage, part, operator)
+        if function is torch.ops.aten.add.Tensor and _from_engine():
+            self._joined = self._live_of(args[0]), self._live_of(result)
         if function is torch.ops.aten._to_copy.default:
             self._cast(args[0], result)
         if function.namespace in _COLLECTIVES:
@@ -235,9 +241,12 @@ class Tracker(TorchDispatchMode):
 
     def _cast(self, given: Tensor, result: Tensor) -> None:
         """A weight in another dtype is no activation, and lives as long as autocast keeps it."""
-        known, copy = (self._live.get(id(t.untyped_storage())) for t in (given, result))
+        known, copy = self._live_of(given), self._live_of(result)
         if known and copy and copy is not known and known.entry.role in ("weights", "gathered"):
             copy.entry.role = "casts"
+
+    def _live_of(self, tensor: Any) -> _Live | None:
+        return next((self._live.get(id(s)) for s, _ in _storages(tensor)), None)
 
     def _compute(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
@@ -279,6 +288,7 @@ class Tracker(TorchDispatchMode):
     def _born(
         self, storage: Any, shape: tuple[int, ...], dtype: torch.dtype | str, operator: str
     ) -> _Live:
+        self._joined = None, None
         entry = Allocated(
             bytes=storage.nbytes(),
             born=self._now(),
@@ -296,7 +306,7 @@ class Tracker(TorchDispatchMode):
         def ended(_: Any) -> None:
             here = tracker()
             if here is not None and here._live.get(key) is live:
-                here._end(live.entry)
+                here._ended(live)
                 del here._live[key]
 
         live = _Live(weakref.ref(storage, ended), entry)
@@ -318,6 +328,16 @@ class Tracker(TorchDispatchMode):
         if old.bytes and storage.nbytes():
             self._end(old)  # what was in it has been copied: for a moment both are there
 
+    def _ended(self, live: _Live) -> None:
+        old, total = self._joined
+        if live is not old or total is None or old.entry.bytes != total.entry.bytes:
+            self._end(live.entry)
+            return
+        # Autograd adds a gradient to one that nobody else holds in place, but not if it is a fake
+        # tensor: the sum is where the first one was.
+        total.entry.born, total.entry.operator = live.entry.born, live.entry.operator
+        live.entry.bytes = 0
+
     def _enter(self, phase: str) -> None:
         if phase != self.phase:
             self.phase = phase
@@ -329,6 +349,14 @@ class Tracker(TorchDispatchMode):
     def _now(self) -> int:
         self.record.events += 1
         return self.record.events
+
+
+def _from_engine() -> bool:
+    """Whether autograd's engine itself calls the operator: no Python stands between them."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in _BETWEEN:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _storages(tensor: Any) -> Iterator[tuple[Any, Tensor]]:
