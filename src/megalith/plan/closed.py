@@ -128,6 +128,8 @@ def _time(recipe: Recipe, machine: Machine) -> float:
     square = 14 * layers * config.heads * config.head_dim / layout.tensor
     square *= tokens * _sequence(recipe) * again
     moved = 6 * layers * _activations(recipe, config, "none") * again
+    # Weights are cast, and their gradients widened and added up, for every micro-batch.
+    moved += 14 * layers * _weights(recipe, config)[0]
     compute = dense / device.rate("matmul", dtype) + square / device.rate("attention", dtype)
     compute += moved / device.rate("memory", dtype)
     waited = _tensor(recipe, config, machine, layers, again) + _context(
