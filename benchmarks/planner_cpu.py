@@ -3,8 +3,8 @@
     python benchmarks/planner_cpu.py              # all cases
     python benchmarks/planner_cpu.py gpt-10m      # cases whose name holds this
 
-Rows are kept in benchmarks/results. Each prediction, each count of the allocator's events and each resident set has a process of its
-own. Layouts run on gloo ranks of this machine; their rank 0 is compared.
+Rows are kept in benchmarks/results. Each prediction, each count of the allocator's events and each
+resident set has a process of its own. Layouts run on gloo ranks; their rank 0 is compared.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def _others(precision: str) -> list[Case]:
     resnet = {"family": "resnet", "preset": "resnet50"}
     facts = {"classes": 1000, "channels": 3}
     return [
-        case("bert-base", "transformer", {"factory": f"{_HERE}:bert"}, _text(128), {"vocab": 30522}),
+        case("bert-base", "transformer", {"factory": f"{_HERE}:bert"}, _text(128),
+             {"vocab": 30522}),
         case("vit-base", "transformer", {"factory": f"{_HERE}:vit"}, _image(224),
              {"classes": 1000}, task=classify),
         case("resnet-50", "convolution", resnet, _image(224), facts, task=classify, optim=sgd),

@@ -88,11 +88,9 @@ def of_rank(layout: dict[str, Any]) -> float:
     return seen.memory["allocated"] / real - 1
 
 
-def test_the_first_ranks_peak_of_a_pipeline_is_the_allocators() -> None:
-    assert abs(of_rank({"pipeline": 2})) < 0.005
-
-
-@pytest.mark.parametrize("layout", [{"shard": 2}, {"shard": 2, "zero": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"shard": 2}, {"shard": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str
+)
 def test_a_rank_never_takes_less_than_its_prediction(layout: dict[str, Any]) -> None:
     """It may take more: gloo holds the tensors of a collective until its own thread lets go."""
     assert of_rank(layout) < 0.005
