@@ -102,13 +102,9 @@ def test_a_pipelines_stages_are_seen_once_each() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [{"shard": 4}, {"replicate": 2}, {"pipeline": 2, "tensor": 2}, {"pipeline": 4, "shard": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [{"shard": 4}], ids=str)
 def test_what_is_inferred_is_what_a_full_trace_says(layout: dict) -> None:
-    deep = recipe({"layers": 24}, layout, micro_batch=1, global_batch=16)
+    deep = recipe({"layers": 12}, layout, micro_batch=1, global_batch=16)
     pool, on = Pool(None), machine(f"{deep.layout.ranks}xH100")
     asked = question(deep, on)
     few, whole = (
