@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "recipes" / "resnet-digits.toml")
 VERBS = [
     ["plan"],
+    ["verify"],
     ["train"],
     ["generate"],
     ["export"],

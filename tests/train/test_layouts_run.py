@@ -306,7 +306,7 @@ def test_a_task_with_other_names_is_told_what_to_do() -> None:
         def count(self, batch: Batch) -> torch.Tensor:
             return torch.tensor(len(batch["answer"]))
 
-    with pytest.raises(RecipeError, match=r"^evaluate\.batches: "):
+    with pytest.raises(RecipeError, match=r"^evaluate\.samples: "):
         without_targets({"answer": torch.ones(2)}, Other())
 
 

@@ -14,8 +14,9 @@ import tomli_w
 import torch
 
 from made_runs import EVIL, RECIPE, language_run
-from megalith.checkpoint import store
+from megalith import checkpoint
 from megalith.core.runs import RunFolder
+from megalith.layout.pieces import whole
 from megalith.train.metrics import MetricsWriter
 from megalith.train.report import write_report
 
@@ -183,9 +184,9 @@ def test_commands_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_checkpoints_are_listed_with_size_and_loss(tmp_path: Path) -> None:
     folder = language_run(tmp_path / "run", steps=50)
-    weights = {"model": {"weight": torch.zeros(1024, 256)}}
+    weights = {"model": {"weight": whole(torch.zeros(1024, 256))}}
     for step, loss in ((25, 2.0), (50, 3.0), (60, None)):
-        store.save(folder.checkpoints, step, weights, {"validation_loss": loss})
+        checkpoint.save(folder.checkpoints, step, weights, {"validation_loss": loss})
     (folder.checkpoints / ".step-00000070.tmp").mkdir()
     text = Page(write_report(folder)).text
     assert "step-00000025 25 1.0 MiB 2.000 best step-00000050 50 1.0 MiB 3.000 " in text
