@@ -1,9 +1,9 @@
 """A device that computes nothing: tensors on it have shapes, and allocate what a GPU would.
 
-torch lets a Python program register one device type of its own (PrivateUse1). On this one autograd,
-FSDP2, device meshes and streams find what they expect, and every tensor is fake, so a step of any
-size runs on a laptop. Autocast has CUDA's rules (:mod:`megalith.plan.autocast`), attention chooses a
-kernel as the target GPU does (:mod:`megalith.plan.kernels`).
+torch lets a Python program register one device type of its own (PrivateUse1). On this one
+autograd, FSDP2, device meshes and streams find what they expect, and every tensor is fake, so a
+step of any size runs on a laptop. Autocast has CUDA's rules (:mod:`megalith.plan.autocast`),
+attention chooses a kernel as the target GPU does (:mod:`megalith.plan.kernels`).
 
 Registration is for the whole process and cannot be undone: only a worker process of the planner
 calls :func:`install`.
@@ -90,7 +90,7 @@ class Stream(Event):
 
 @dataclass
 class Streams:
-    """Which stream is current: the default one, unless a context or ``set_stream`` says otherwise."""
+    """Which stream is current: the default one, unless a context or ``set_stream`` says so."""
 
     default: Stream = field(default_factory=Stream)
     stack: list[Stream] = field(default_factory=list)

@@ -7,6 +7,7 @@ set, which code pages and thread pools are part of as well.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def _events(profiler: profile) -> Iterator[int]:
     found = profiler.profiler
     assert found is not None
     assert found.kineto_results is not None
-    events = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
+    events: list[Any] = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
     return (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
 
 

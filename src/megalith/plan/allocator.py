@@ -2,8 +2,8 @@
 
 A step's allocations and frees go through the rules of ``CUDACachingAllocator.cpp`` (torch 2.13):
 sizes are rounded to 512 bytes; requests up to 1 MiB and larger ones have pools of their own, per
-stream; a free block is taken by best fit, split, and joined with its neighbours when freed. What
-is not found is reserved: in segments, or, with ``expandable_segments``, at the end of one that grows.
+stream; a free block is taken by best fit, split, and joined with its neighbours when freed. What is
+not found is reserved: in segments, or, with ``expandable_segments``, at the end of a growing one.
 """
 
 from __future__ import annotations

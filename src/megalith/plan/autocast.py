@@ -24,8 +24,8 @@ acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosi
 erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss kl_div l1_loss
 layer_norm log log10 log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss
 multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nuclear_norm nuclear_norm.dim pdist
-poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rms_norm rsqrt sinh
-smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
+poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rms_norm rsqrt
+sinh smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
 upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
 upsample_trilinear3d
 """
@@ -162,7 +162,7 @@ class Casts:
 
 def _outside() -> Any:
     """Inside it, operators do not come back to autocast."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # pyright: ignore
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 

@@ -14,7 +14,7 @@ from megalith.plan.accelerator import Target
 from megalith.plan.allocator import Allocation, replay
 from megalith.plan.tracker import Allocated, Record
 
-KINDS = (
+KINDS: tuple[str, ...] = (
     "weights",
     "casts",
     "gathered",

@@ -76,7 +76,7 @@ class Running:
 
     def _note(self, name: str) -> None:
         """From the next node on, what autograd records belongs to ``name``."""
-        number = torch.autograd._get_sequence_nr()
+        number = torch.autograd._get_sequence_nr()  # pyright: ignore
         if number == self._starts[-1]:
             self._paths[-1] = name
         else:

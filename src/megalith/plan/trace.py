@@ -210,13 +210,13 @@ def _update(tracker: Tracker, built: Step, batches: list[Batch]) -> None:
         return result
 
     torch.autograd.graph._engine_run_backward = run_backward
-    torch.autograd._engine_run_backward = run_backward
+    torch.autograd._engine_run_backward = run_backward  # pyright: ignore
     try:
         with tracker.inside(phase="forward"):
             measured = built.backward(batches)
     finally:
         torch.autograd.graph._engine_run_backward = backward
-        torch.autograd._engine_run_backward = backward
+        torch.autograd._engine_run_backward = backward  # pyright: ignore
     with tracker.inside(phase="update"):
         built.update(measured)
     _name_moments(tracker, built)

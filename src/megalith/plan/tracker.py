@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
@@ -195,7 +196,7 @@ class Tracker(TorchDispatchMode):
             tracker._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # FSDP2 frees and takes whole weights in this way
+        torch.UntypedStorage.resize_ = resize_  # pyright: ignore
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
@@ -330,7 +331,7 @@ class Tracker(TorchDispatchMode):
 
     def _ended(self, live: _Live) -> None:
         old, total = self._joined
-        if live is not old or total is None or old.entry.bytes != total.entry.bytes:
+        if old is None or live is not old or total is None or old.entry.bytes != total.entry.bytes:
             self._end(live.entry)
             return
         # Autograd adds a gradient to one that nobody else holds in place, but not if it is a fake
@@ -381,7 +382,7 @@ def _group(args: Any) -> str:
         if isinstance(value, str) and value not in ("sum", "max", "avg", "min"):
             return value
         if isinstance(value, torch.ScriptObject):
-            group = torch._C._distributed_c10d.ProcessGroup
+            group = dist.ProcessGroup
             try:
                 return group.unbox(value).group_name
             except RuntimeError:
