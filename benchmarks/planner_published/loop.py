@@ -47,7 +47,6 @@ class Program:
         widened: the loss is that of float32 copies of the logits.
         clip: gradients are clipped by their norm.
         micros: micro-batches of an update; gradients are reduced after the last.
-        full: trace every layer.
         confirm: trace a third depth too, which must lie where the others say.
     """
 
@@ -62,7 +61,6 @@ class Program:
     widened: bool = True
     clip: bool = True
     target: Target = field(default_factory=Target)
-    full: bool = False
     confirm: bool = True
 
     @property
@@ -72,18 +70,12 @@ class Program:
 
 
 def points(program: Program) -> list[Point]:
-    """Shallow traces: four layers at least (FSDP gathers ahead), the last one confirms.
+    """Shallow traces: four layers at least (FSDP gathers ahead), the last one may confirm.
 
-    What is reserved does not grow by the same with every layer: such a program is traced in full.
+    Two micro-batches stand for more: from the second on each does the same.
     """
-    if program.full:
-        return [Point(program.shape.layers, 1, program.micros)]
     step = 2 if program.recompute == "layer" else 1
-    many = min(2, program.micros)
-    grid = [Point(4 + step * n, 1, many) for n in (range(3) if program.confirm else range(2))]
-    if program.micros > 2:
-        grid = [Point(4, 1, 1), Point(4 + step, 1, 1), *grid]
-    return grid
+    return [Point(4 + step * n, 1, min(2, program.micros)) for n in range(2 + program.confirm)]
 
 
 def see(programs: Sequence[Program], kept: Path | None = None, processes: int = 2) -> list[Seen]:
@@ -97,28 +89,38 @@ def see(programs: Sequence[Program], kept: Path | None = None, processes: int = 
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(["megalith.plan.preload", __name__])
-    jobs = [(program, point, kept) for program in programs for point in points(program)]
+    jobs = {(program, point, kept): None for program in programs for point in points(program)}
     with ProcessPoolExecutor(processes, context, max_tasks_per_child=1) as pool:
-        found = list(pool.map(_work, jobs))
+        traces = dict(zip(jobs, pool.map(_work, jobs), strict=True))
     seen: list[Seen] = []
     for program in programs:
         grid = points(program)
-        mine, found = found[: len(grid)], found[len(grid) :]
-        if program.full:
-            seen += mine
-            continue
+        mine = [traces[program, point, kept] for point in grid]
         whole = extend(grid, mine, Point(program.shape.layers, 1, program.micros))
         if whole is None:
             raise RuntimeError(f"the traces of {program} do not agree: {[s.moment for s in mine]}")
-        seen.append(whole)
+        seen.append(_repeated(whole, program.micros / grid[0].micros))
     return seen
+
+
+def _repeated(seen: Seen, times: float) -> Seen:
+    """The same with more micro-batches; what data ranks reduce, they reduce once."""
+
+    def of(name: str) -> float:
+        operator, phase, *rest = name.split("/")
+        once = phase == "update" or ("reduce_scatter" in operator and rest == ["shard"])
+        return 1.0 if once else times
+
+    computed = {n: [v * of(n) for v in values] for n, values in seen.computed.items()}
+    sent = {n: [v * of(n) for v in values] for n, values in seen.sent.items()}
+    return replace(seen, computed=computed, sent=sent)
 
 
 def _work(job: tuple[Program, Point, Path | None]) -> Seen:
     program, point, kept = job
     torch.set_num_threads(1)
     shape = replace(program.shape, layers=point.layers)
-    small = replace(program, shape=shape, micros=point.micros)
+    small = replace(program, shape=shape, micros=point.micros, confirm=True)
     if kept is None:
         return trace(small)
     path = kept / f"{hashlib.sha256(repr(small).encode()).hexdigest()[:32]}.json"

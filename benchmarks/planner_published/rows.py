@@ -215,8 +215,7 @@ def program(row: Row) -> Program | None:
         widened=not kempner,
         clip=row.tensor == 1,
         target=Target(device.capability, device.attention, device.memory),
-        full=bool(row.memory) and not kempner,
-        confirm=bool(row.memory),
+        confirm=bool(row.memory) and row.tensor == 1,
     )
 
 

@@ -37,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path(".cache/megalith/published"))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--no-pipelines", action="store_true", help="leave out what takes longest")
     chosen = parser.parse_args()
     begun = time.monotonic()
     table = rows.read()
@@ -45,7 +46,8 @@ def main() -> None:
     memory = {row.number: _memory(row, seen) for row, seen in looked if row.memory}
     timed = [_timed(row, seen) for row, seen in looked if row.tokens]
     timed += [_timed(row, seen) for row, seen in _gpts(table, pool)]
-    timed += pipelines.see([r for r in table if _pipelined(r)], pool)
+    if not chosen.no_pipelines:
+        timed += pipelines.see([r for r in table if _pipelined(r)], pool)
     constants = times.fit([one for one in timed if one.fitted])
     found = {
         "date": datetime.date.today().isoformat(),
@@ -91,7 +93,8 @@ def _timed(row: Row, seen: Seen) -> Timed:
 
 def _memory(row: Row, seen: Seen) -> float:
     """GiB of what the row's source reports."""
-    name = "reserved_expandable" if "reserved" in row.note[:30] else "allocated"
+    reserved = row.note.startswith("memory is peak reserved")
+    name = "reserved_expandable" if reserved else "allocated"
     return seen.memory[name] / 2**30
 
 

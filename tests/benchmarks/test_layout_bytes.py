@@ -42,6 +42,7 @@ def test_two_ranks_send_what_they_must(driver: Any) -> None:
     assert {name: r for name, r in ratios.items() if not 0.999 < r < ALLOWED} == {}
 
 
+@pytest.mark.slow
 def test_four_ranks_and_pairs_of_axes_send_what_they_must(driver: Any) -> None:
     layouts = {name: driver.alone(4)[name] for name in ON_FOUR}
     ratios = _ratios(driver, 4, {**layouts, **driver.JOINED})

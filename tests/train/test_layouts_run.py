@@ -209,6 +209,7 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_not(
         assert torch.equal(tensor, found[name]), name
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_parent_saves_once_and_the_run_goes_on_later(
     undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ def spread(layout: LayoutSection) -> frozenset[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_layout_of_up_to_eight_ranks_is_one_process() -> None:
     verdicts = megalith.verify(megalith.load(RECIPE), up_to=8)
     wrong = {verdict.layout: verdict.lines() for verdict in verdicts if not verdict.right}
