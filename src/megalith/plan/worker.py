@@ -113,8 +113,7 @@ class Pool:
         found = self._known.get(name) or self._recall(name)
         if found is not None:
             return found
-        found = _in_a_process(self._context, asked)
-        self.traced += 1
+        found = self._trace(asked)
         if isinstance(found, Seen):
             self._known[name] = found
             if self._cache is not None:
@@ -131,6 +130,10 @@ class Pool:
         except (OSError, ValueError, TypeError):
             path.unlink(missing_ok=True)  # damaged: it is traced again
             return None
+
+    def _trace(self, asked: Asked) -> Seen | PlanError:
+        self.traced += 1
+        return _in_a_process(self._context, asked)
 
 
 def key(asked: Asked) -> str:

@@ -46,11 +46,17 @@ class Window:
 
 
 class Figures:
-    """Keeps the present window, and makes a line of each that ends."""
+    """Keeps the present window, and makes a line of each that ends.
+
+    Attributes:
+        updates: in all windows that have ended.
+        seconds: that they computed.
+    """
 
     def __init__(self, session: Session, local_rank: int = 0) -> None:
         self.session = session
         self.window = Window()
+        self.updates, self.seconds = 0, 0.0
         self._graphs_before = graphs_compiled()
         # The processors' counters are the machine's: its first rank reads them for all.
         counters = {} if local_rank == 0 else {"powercap": Path(os.devnull)}
@@ -64,6 +70,8 @@ class Figures:
         """
         session, step, window = self.session, self.session.step, self.window
         self.window = Window()
+        self.updates += window.updates
+        self.seconds += window.seconds["compute"]
         joules = self._energy.read()
         own = [devices.peak_memory(session.device), float("nan") if joules is None else joules]
         peaks, energies = table(session.mesh, own).unbind(1)

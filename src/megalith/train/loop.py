@@ -28,6 +28,7 @@ from megalith.tasks import Batch
 from megalith.train.evaluate import evaluate, without_targets
 from megalith.train.figures import Figures
 from megalith.train.metrics import MetricsWriter
+from megalith.train.predicted import Beside
 from megalith.train.progress import Progress
 from megalith.train.ranks import (
     Unheard,
@@ -221,6 +222,7 @@ class _Loop:
             for note in session.notes:
                 self._event("resume" if session.resumed else "start", note)
             devices.reset_peak_memory(session.device)
+            self.beside = Beside(session.recipe, session.step, session.device)
             ending: Status | None = None if self.step.done < section.steps else "done"
             while ending is None:
                 self._update(batches)
@@ -376,6 +378,9 @@ class _Loop:
             )
         else:
             self._event("done", f"{self.step.done} updates", show=False)
+            beside = self.beside.line(self.figures.updates, self.figures.seconds)
+            if beside is not None:
+                self._event("plan", beside)
 
     def _event(self, event: str, message: str, *, show: bool = True, **values: Any) -> None:
         self.metrics.write("event", self.step.done, event=event, message=message, **values)
