@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -125,40 +126,37 @@ def loss(logits: Tensor, targets: Tensor, widened: bool) -> Tensor:
     return F.cross_entropy(flat.float() if widened else flat, targets.flatten(0, 1))
 
 
-def split(model: Llama, mesh: DeviceMesh) -> None:
-    """Tensor and sequence parallelism by torch's DTensor, logits left divided."""
+def split(model: Llama, mesh: DeviceMesh, *, gathered: bool) -> None:
+    """Tensor and sequence parallelism by torch's DTensor.
+
+    Args:
+        gathered: every rank holds the whole embedding, gets all logits, and gathers the input of
+            each product by itself; else embedding and logits are divided by the vocabulary, and
+            products share a gathered input.
+    """
     whole, rows = Replicate(), Shard(1)
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "embedding": RowwiseParallel(input_layouts=whole, output_layouts=rows),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(
-                input_layouts=rows, output_layouts=Shard(-1), use_local_output=False
-            ),
-        },
-    )
+    column = ColwiseParallel(input_layouts=rows) if gathered else ColwiseParallel()
+    given = PrepareModuleInput(input_layouts=(rows, None), desired_input_layouts=(whole, None))
+    taken = PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,))
+    cut = RowwiseParallel(input_layouts=whole, output_layouts=rows)
+    kept = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=rows)
+    ends: dict[str, Any] = {
+        "embedding": kept if gathered else cut,
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=rows,
+            output_layouts=whole if gathered else Shard(-1),
+            use_local_output=gathered,
+        ),
+    }
+    parallelize_module(model, mesh, ends)
+    table: dict[str, Any] = {} if gathered else {"attention": given, "mlp": taken}
+    table |= dict.fromkeys(("attention_norm", "mlp_norm"), SequenceParallel())
+    names = ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")
+    table |= dict.fromkeys(names, column)
+    table |= dict.fromkeys(("attention.out", "mlp.down"), RowwiseParallel(output_layouts=rows))
     for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(
-                    input_layouts=(rows, None), desired_input_layouts=(whole, None)
-                ),
-                "attention.query": ColwiseParallel(),
-                "attention.key": ColwiseParallel(),
-                "attention.value": ColwiseParallel(),
-                "attention.out": RowwiseParallel(output_layouts=rows),
-                "mlp_norm": SequenceParallel(),
-                "mlp": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
-                "mlp.gate": ColwiseParallel(),
-                "mlp.up": ColwiseParallel(),
-                "mlp.down": RowwiseParallel(output_layouts=rows),
-            },
-        )
+        parallelize_module(block, mesh, table)
 
 
 def recompute(model: Llama, how: str) -> None:

@@ -47,6 +47,7 @@ class Program:
         widened: the loss is that of float32 copies of the logits.
         clip: gradients are clipped by their norm.
         micros: micro-batches of an update; gradients are reduced after the last.
+        gathers: see ``llama.split``.
         confirm: trace a third depth too, which must lie where the others say.
     """
 
@@ -62,6 +63,7 @@ class Program:
     clip: bool = True
     target: Target = field(default_factory=Target)
     confirm: bool = True
+    gathers: bool = False
 
     @property
     def layout(self) -> LayoutSection:
@@ -179,7 +181,7 @@ def _model(program: Program, meshes: dict[str, DeviceMesh]) -> Llama:
     finally:
         torch.set_default_dtype(before)
     if "tensor" in meshes:
-        llama.split(model, meshes["tensor"])
+        llama.split(model, meshes["tensor"], gathered=program.gathers)
     llama.recompute(model, program.recompute)
     if "shard" in meshes:
         llama.shard(model, meshes["shard"])
@@ -191,9 +193,11 @@ def _all(model: Llama) -> list[Any]:
 
 
 def _by_kind(model: Llama) -> list[dict[str, Any]]:
-    """A fused optimizer takes no mix of tensors and DTensors."""
-    kinds = [[p for p in _all(model) if isinstance(p, DTensor) is kind] for kind in (True, False)]
-    return [{"params": kind} for kind in kinds if kind]
+    """A fused optimizer takes no mix of tensors and DTensors, nor of meshes."""
+    kinds: dict[Any, list[Any]] = {}
+    for parameter in _all(model):
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": kind} for kind in kinds.values()]
 
 
 def _update(
@@ -203,7 +207,7 @@ def _update(
     batch: tuple[torch.Tensor, torch.Tensor],
     tracker: Tracker,
 ) -> None:
-    divided = program.tensor > 1
+    divided = program.tensor > 1 and not program.gathers
     apart: AbstractContextManager[Any] = loss_parallel() if divided else nullcontext()
     mixed = not program.half and program.shard == 1
     with apart:

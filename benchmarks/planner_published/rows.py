@@ -216,6 +216,7 @@ def program(row: Row) -> Program | None:
         clip=row.tensor == 1,
         target=Target(device.capability, device.attention, device.memory),
         confirm=bool(row.memory) and row.tensor == 1,
+        gathers=kempner,
     )
 
 

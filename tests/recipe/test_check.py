@@ -93,3 +93,15 @@ def test_a_precision_that_the_device_lacks_is_refused(monkeypatch) -> None:
     with pytest.raises(RecipeError) as raised:
         check(load(None, "train.precision=fp16", "train.device=cpu"))
     assert str(raised.value) == "train.precision: 'fp16' does not run on cpu; fp32 does"
+
+
+def test_none_on_the_command_line_is_a_choice_where_the_field_has_it() -> None:
+    recipe = load(
+        ROOT / "recipes" / "gpt-stdlib.toml",
+        "train.checkpointing=none",
+        "train.clip=none",
+        "evaluate.prompt=none",
+    )
+    assert recipe.train.checkpointing == "none"
+    assert recipe.train.clip is None
+    assert recipe.evaluate.prompt is None

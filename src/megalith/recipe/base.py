@@ -21,7 +21,9 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _plain_values(cls, data: Any) -> Any:
-        """Read ``"none"`` as nothing, since TOML has no word for it; refuse true as a number."""
+        """Read ``"none"`` as nothing, since TOML has no word for it, and nothing as ``"none"`` where
+        that is a choice; refuse true as a number.
+        """
         if not isinstance(data, dict):
             return data
         read = dict(data)
@@ -30,6 +32,8 @@ class Section(BaseModel):
             kinds = get_args(field.annotation) or (field.annotation,) if field else ()
             if value == "none" and type(None) in kinds and str not in kinds:
                 read[name] = None
+            if value is None and "none" in kinds:
+                read[name] = "none"
             if isinstance(value, bool) and bool not in kinds and {int, float} & set(kinds):
                 raise ValueError(f"{name}|must be a number, not {str(value).lower()}")
         return read
