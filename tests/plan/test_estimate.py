@@ -66,6 +66,10 @@ def line(layers: int, kept: int, micros: int, operator: str = "mm", bend: float 
     return Seen(
         memory={"allocated": size, "reserved": 1.5 * size, "reserved_expandable": size},
         kinds={"activations": size},
+        candidates={
+            f"backward|blocks.*|{operator}": {"activations": size},
+            "update||add": {"optimizer": 900.0 + 19 * layers * kept},
+        },
         most={"activations": size},
         moment={"phase": "backward", "operator": operator, "module": ""},
         largest=[],
@@ -80,16 +84,18 @@ GRID = [Point(n, k, k + 1) for n in (2, 3) for k in (2, 3)] + [Point(4, 4, 5)]
 def test_few_layers_and_micro_batches_tell_of_many() -> None:
     found = extend(GRID, [line(p.layers, p.kept, p.micros) for p in GRID], Point(96, 16, 192))
     assert found is not None
-    assert found.memory["allocated"] == pytest.approx(1000 + 960 + 80 + 7 * 96 * 16)
+    # The update is the peak of a deep model, though it is none of a shallow one.
+    assert found.memory["allocated"] == pytest.approx(900 + 19 * 96 * 16)
+    assert found.moment == {"phase": "update", "module": "", "operator": "add"}
+    assert found.kinds["optimizer"] == pytest.approx(900 + 19 * 96 * 16)
     assert found.computed["matmul/forward/bfloat16"][1] == pytest.approx(100.0 * 96 * 192)
     assert found.sent["allreduce_/forward/world"] == pytest.approx([2.0, 8.0 * 192])
 
 
-def test_a_point_beside_the_line_or_another_operator_at_the_peak_is_not_believed() -> None:
+def test_a_point_beside_the_line_is_not_believed() -> None:
     goal = Point(96, 16, 192)
     rows = [line(p.layers, p.kept, p.micros) for p in GRID]
     assert extend(GRID, [*rows[:-1], line(4, 4, 5, bend=10.0)], goal) is None
-    assert extend(GRID, [*rows[:-1], line(4, 4, 5, operator="add")], goal) is None
 
 
 def test_a_pipelines_stages_are_seen_once_each() -> None:
@@ -102,7 +108,7 @@ def test_a_pipelines_stages_are_seen_once_each() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"shard": 4}], ids=str)
+@pytest.mark.parametrize("layout", [{"shard": 4}, {"replicate": 2}, {"tensor": 2}], ids=str)
 def test_what_is_inferred_is_what_a_full_trace_says(layout: dict) -> None:
     deep = recipe({"layers": 12}, layout, micro_batch=1, global_batch=16)
     pool, on = Pool(None), machine(f"{deep.layout.ranks}xH100")
@@ -113,7 +119,7 @@ def test_what_is_inferred_is_what_a_full_trace_says(layout: dict) -> None:
     assert any(look.points for look in few)
     for inferred, traced in zip(few, whole, strict=True):
         assert inferred.seen.memory["allocated"] == pytest.approx(
-            traced.seen.memory["allocated"], rel=1e-3
+            traced.seen.memory["allocated"], rel=1e-3 if "shard" in layout else 5e-3
         )
         for kind in ("computed", "sent"):
             said, saw = getattr(inferred.seen, kind), getattr(traced.seen, kind)

@@ -2,13 +2,15 @@
 
 Memory grows by the same bytes with every layer alike, and with every micro-batch that a stage of a
 pipeline keeps; operations and traffic with every layer and micro-batch. So a few small traces tell
-what a large one would. It is believed only if one more trace lies where the others say, and the
-peak is reached by the same operator in all of them; else the rank is traced in full.
+what a large one would. Which moment is the peak may change with depth: each one that a trace knows
+(phase, module, operator) is followed by itself, and the highest counts. It is believed only if one
+more trace lies where the others say; else the rank is traced in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from megalith.recipe import Recipe
 from megalith.recipe.families import DecoderConfig
 from megalith.recipe.schema import LayoutSection
 
+_TOTAL = re.compile("total/").match
 _OFF = 2e-3
 """How far the confirming trace may lie from where the others say."""
 
@@ -134,20 +137,24 @@ def extend(points: Sequence[Point], seen: Sequence[Seen], goal: Point) -> Seen |
     """
     pairs = zip(points, seen, strict=True)
     held = [(p, s) for p, s in pairs if p.micros >= min(goal.micros, p.kept + 1)]
-    moments = {(s.moment["phase"], s.moment["operator"]) for _, s in held}
-    if len(moments) > 1:
+    known = set.intersection(*(set(s.candidates) for _, s in held))
+    if not known:
         return None
     at = np.array([(p.layers, p.kept) for p, _ in held], float)
-    memory = _fitted(at, [_memory(s) for _, s in held], (goal.layers, goal.kept))
+    memory = _fitted(at, [_memory(s, known) for _, s in held], (goal.layers, goal.kept))
     at = np.array([(p.layers, p.micros) for p in points], float)
     work = _fitted(at, [_work(s) for s in seen], (goal.layers, goal.micros))
     if memory is None or work is None:
         return None
     deepest = held[-1][1]
+    highest = max(known, key=lambda name: memory[f"total/{name}"])
+    phase, module, operator = highest.split("|")
+    read = _named(memory, "memory") | {"allocated": memory[f"total/{highest}"]}
     return replace(
         deepest,
-        memory=_with_reserved(_named(memory, "memory"), deepest.memory),
-        kinds=_named(memory, "kinds"),
+        memory=_with_reserved(read, deepest.memory),
+        kinds=_named(memory, f"kinds/{highest}"),
+        moment={"phase": phase, "module": module, "operator": operator},
         most=_named(memory, "most"),
         curve={
             name: [max(0.0, memory.get(f"curve/{name}/{n}", 0.0)) for n in range(len(values))]
@@ -183,8 +190,11 @@ def _fitted(
         wanted_goal = np.linalg.lstsq(wanted[:-1], values[:-1], rcond=None)[0]
         said = wanted[-1:] @ wanted_goal
         scale = np.abs(values[-1]).max()
+        top = max((v for n, v in zip(names, values[-1], strict=True) if _TOTAL(n)), default=0.0)
         for name, a, b in zip(names, said[0], values[-1], strict=True):
-            checked = name.startswith(("memory/allocated", "computed/", "sent/"))
+            # Of the moments, those that come near the peak.
+            near = _TOTAL(name) and b >= 0.9 * top
+            checked = near or name.startswith(("computed/", "sent/"))
             if checked and abs(a - b) > _OFF * max(abs(b), 1e-3 * scale):
                 return None
     found = (basis(np.array([goal], float)) @ wanted_goal)[0]
@@ -201,9 +211,12 @@ def _with_reserved(memory: dict[str, float], deepest: dict[str, float]) -> dict[
     return memory
 
 
-def _memory(seen: Seen) -> dict[str, float]:
+def _memory(seen: Seen, moments: Collection[str]) -> dict[str, float]:
     found = {f"memory/{name}": value for name, value in seen.memory.items()}
-    found |= {f"kinds/{name}": value for name, value in seen.kinds.items()}
+    for moment in moments:
+        kinds = seen.candidates[moment]
+        found[f"total/{moment}"] = sum(kinds.values())
+        found |= {f"kinds/{moment}/{name}": value for name, value in kinds.items()}
     found |= {f"most/{name}": value for name, value in seen.most.items()}
     for name, values in seen.curve.items():
         found |= {f"curve/{name}/{n}": value for n, value in enumerate(values)}
@@ -219,10 +232,11 @@ def _work(seen: Seen) -> dict[str, float]:
 
 
 def _named(values: dict[str, float], kind: str) -> dict[str, float]:
+    begin = f"{kind}/"
     return {
-        name.partition("/")[2]: max(0.0, value)
+        name.removeprefix(begin): max(0.0, value)
         for name, value in values.items()
-        if name.startswith(f"{kind}/")
+        if name.startswith(begin)
     }
 
 

@@ -7,6 +7,7 @@ forward made and that outlived forward was kept for backward; the rest came and 
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ KINDS: tuple[str, ...] = (
 ``activations``: kept for backward; ``loss``: logits and what is made of them; ``temporaries``: all
 that one stretch of forward, backward or update makes and drops."""
 
+_NUMBER = re.compile(r"\d+")
 _GPU_ROUND, _CPU_ROUND = 512, 64
 _LARGEST, _POINTS = 20, 300
 _COLLECTIVES = (
@@ -102,6 +104,9 @@ class Memory:
         kinds: what the peak consists of; the values add up to ``allocated``.
         most: the most that each kind takes at any time.
         largest: the largest pieces at the peak, largest first.
+        candidates: by phase, module and operator, the kinds at the moment when all together were
+            the most; which of them is the peak depends on depth. Of numbered modules the first,
+            the last and those between count apart.
     """
 
     allocated: int
@@ -112,6 +117,7 @@ class Memory:
     most: dict[str, int]
     largest: list[Alive]
     curve: Curve
+    candidates: dict[str, dict[str, int]]
 
 
 def read(record: Record, target: Target | None) -> Memory:
@@ -149,6 +155,7 @@ def read(record: Record, target: Target | None) -> Memory:
             for entry, name, size in alive[:_LARGEST]
         ],
         curve=_curve(levels, record),
+        candidates=_candidates(pieces, levels),
     )
 
 
@@ -199,6 +206,24 @@ def _walk(
         if total > peak:
             peak, event = total, place
     return peak, event, most, levels
+
+
+def _candidates(
+    pieces: Iterable[tuple[Allocated, str, int]], levels: list[tuple[int, dict[str, int]]]
+) -> dict[str, dict[str, int]]:
+    born = {entry.born: entry for entry, _, _ in pieces}
+    numbers = [int(n[0]) for entry in born.values() if (n := _NUMBER.search(entry.module))]
+    ends = {"0": "first", str(max(numbers, default=0)): "last"}
+    found: dict[str, dict[str, int]] = {}
+    for event, now in levels:
+        entry = born.get(event)
+        name = "start||"
+        if entry is not None:
+            module = _NUMBER.sub(lambda n: ends.get(n[0], "between"), entry.module)
+            name = f"{entry.phase}|{module}|{entry.operator}"
+        if sum(now.values()) > sum(found.get(name, {"": -1}).values()):
+            found[name] = now
+    return found
 
 
 def _moment(record: Record, event: int) -> Moment:

@@ -44,6 +44,10 @@ def of_trace(found: Trace, target: Target | None, layout: LayoutSection) -> Seen
             "module": read.moment.module,
             "operator": read.moment.operator,
         },
+        candidates={
+            name: {kind: float(size) for kind, size in kinds.items() if size}
+            for name, kinds in read.candidates.items()
+        },
         largest=[asdict(one) for one in read.largest],
         computed={
             f"{of.kind}/{of.phase}/{of.dtype}": [much.operators, much.flops, much.bytes]

@@ -21,8 +21,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _plain_values(cls, data: Any) -> Any:
-        """Read ``"none"`` as nothing, since TOML has no word for it, and nothing as ``"none"`` where
-        that is a choice; refuse true as a number.
+        """Read ``"none"`` as nothing, since TOML has no word for it, and the other way where it is
+        a choice; refuse true as a number.
         """
         if not isinstance(data, dict):
             return data
