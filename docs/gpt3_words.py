@@ -33,10 +33,8 @@ def words(found: Row, table: Table, percent: Callable[[float], str]) -> str:
 
 
 def _flying(row: Row) -> int:
-    """Sequences in flight at once: a pipeline's first stage holds as many as there are stages."""
-    layout = row["layout"]
-    data = row["ranks"] // (layout.get("tensor", 1) * layout.get("pipeline", 1))
-    return row["batch"] * data * layout.get("pipeline", 1)
+    """Sequences in flight at once, where there is no pipeline."""
+    return row["batch"] * row["ranks"] // row["layout"].get("tensor", 1)
 
 
 def _layouts(rows: Sequence[Row], table: Table) -> str:
@@ -78,7 +76,7 @@ def _checkpointing(rows: Sequence[Row]) -> str:
         f"{row['name']}, {row['checkpointing']}: {row['all_activations'] / row['flying'] / GB:.1f} "
         f"GB, so {max(0, int(LIMIT * row['flying'] // row['all_activations']))}"
         for row in rows
-        if row["ranks"] > 1
+        if row["ranks"] > 1 and row["layout"].get("pipeline", 1) == 1
     ]
     cut = [
         f"{name}: {_of(rows, name, 'none')['allocated'] / GIB:.1f} to "
@@ -113,9 +111,8 @@ rest. That is not activation checkpointing.
 **What can be said instead**, with no checkpointing and with full: {"; ".join(cut)}.
 
 **Layouts at or under 400 GB of activations in total**, of those in the table: {"; ".join(small)}.
-A total grows with the sequences in flight at once: one for each rank with samples of its own, and
-in a pipeline about as many for each as it has stages. Per sequence in flight, and how many of them
-stay at or under 400 GB: {"; ".join(flying)}. Tensor parallelism keeps more in total than one device
+A total grows with the sequences in flight at once: one for each rank with samples of its own. Per
+sequence, and how many of them stay at or under 400 GB, of the layouts without a pipeline: {"; ".join(flying)}. Tensor parallelism keeps more in total than one device
 does: each rank holds the gathered input of its part of a product until backward.
 """
 
