@@ -112,8 +112,9 @@ rest. That is not activation checkpointing.
 
 **Layouts at or under 400 GB of activations in total**, of those in the table: {"; ".join(small)}.
 A total grows with the sequences in flight at once: one for each rank with samples of its own. Per
-sequence, and how many of them stay at or under 400 GB, of the layouts without a pipeline: {"; ".join(flying)}. Tensor parallelism keeps more in total than one device
-does: each rank holds the gathered input of its part of a product until backward.
+sequence, and how many of them stay at or under 400 GB, of the layouts without a pipeline:
+{"; ".join(flying)}. Tensor parallelism keeps more in total
+than one device does: each rank holds the gathered input of its part of a product until backward.
 """
 
 
