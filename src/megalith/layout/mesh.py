@@ -90,10 +90,9 @@ class Mesh:
 
     def grid(self, outer: tuple[str, ...], inner: tuple[str, ...]) -> DeviceMesh:
         """Two dimensions, the ranks over ``outer`` by those over ``inner``; both are spread."""
-        self.devices(*outer), self.devices(*inner)
+        found = [self.devices(*axes).mesh_dim_names for axes in (outer, inner)]
         assert self._devices is not None
-        names = tuple(self.devices(*axes).mesh_dim_names[0] for axes in (outer, inner))  # pyright: ignore
-        return self._devices[names]
+        return self._devices[tuple(names[0] for names in found if names)]
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on ``axes`` only; ``None`` if it is alone."""
