@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional
 from megalith.core.launch import start
 from megalith.recipe import Recipe, parse
 from megalith.recipe.schema import LayoutSection
-from megalith.verify import trial
+from megalith.verify import one_thread, trial
 from megalith.verify.compare import Difference, compare
 from megalith.verify.problem import Problem, problem
 from megalith.verify.trial import Outcome, Trial
@@ -23,17 +22,6 @@ def forked(count: int, work: Callable[..., Any], *args: Any) -> Any:
     """``work(*args)`` on ranks forked from this very process; rank 0's value."""
     with one_thread():
         return start(count, work, args, fork=True, timeout=120)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """A fork does not survive a pool of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def small(

@@ -32,6 +32,8 @@ class Beside:
     def __init__(self, recipe: Recipe, step: Step, device: torch.device) -> None:
         self._recipe, self._device = recipe, device
         self._asked = step.mesh.size == 1 and not devices.is_accelerator(device) and CACHE.exists()
+        if not self._asked:
+            return
         state = sum(
             piece.tensor.untyped_storage().nbytes()
             for part in step.pieces().values()

@@ -45,7 +45,7 @@ def verify(
         RecipeError: the recipe has no layout to prove, or one that is refused.
     """
     found: list[Verdict] = []
-    with _one_thread():
+    with one_thread():
         for verdict in _verdicts(recipe, up_to):
             report(verdict)
             found.append(verdict)
@@ -76,7 +76,7 @@ def _verdicts(recipe: Recipe, up_to: int | None) -> Iterator[Verdict]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Ranks are forked: a pool of threads would not survive it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
