@@ -57,7 +57,7 @@ class Spread:
     model: nn.Module
     mesh: Mesh = field(default_factory=single)
     section: LayoutSection = field(default_factory=LayoutSection)
-    syncs: list[data.Sync] = field(default_factory=lambda: [data.Alone()])
+    syncs: list[data.Sync] = field(default_factory=lambda: [data.Sync()])
     pipeline: pipeline.Pipeline | None = None
     boxes: dict[str, Box] = field(default_factory=dict)
     divided_by: dict[str, str] = field(default_factory=dict)
@@ -326,7 +326,7 @@ def _repeat(spread: Spread, model: nn.Module) -> data.Sync:
     section, mesh = spread.section, spread.mesh
     every = mesh.group("replicate", "expert", "context")
     if every is None:
-        return data.Alone()
+        return data.Sync()
     if section.engine == "ddp":
         return data.Ddp(model, every)
     own = mesh.group("replicate", "context")  # of an expert's weights

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,40 +47,23 @@ _BUCKET = 25 << 20
 """Bytes of gradients that are summed at once: many for bandwidth, few for overlap."""
 
 
-class Sync(Protocol):
-    """What sums the gradients of a model over the ranks that have their own samples."""
+class Sync:
+    """What sums a model's gradients over the ranks that have their own samples.
+
+    This one is for a rank that is alone with its samples: there is nothing to sum.
+    """
 
     def before_backward(self, last: bool) -> None:
         """Called before each backward pass; ``last`` is the update's last one."""
-        ...
 
     def finish(self) -> None:
         """After the last backward pass: the gradients are sums when it returns."""
-        ...
 
     def rest(self) -> None:
         """Give back memory that only a forward or backward pass needs."""
-        ...
 
     def runner(self, model: nn.Module) -> nn.Module:
         """What to call in place of ``model``."""
-        ...
-
-
-class Alone:
-    """No rank has samples of its own: nothing to sum. The ground of the others."""
-
-    def before_backward(self, last: bool) -> None:
-        """Nothing to prepare."""
-
-    def finish(self) -> None:
-        """Nothing to wait for."""
-
-    def rest(self) -> None:
-        """Nothing to give back."""
-
-    def runner(self, model: nn.Module) -> nn.Module:
-        """The model itself."""
         return model
 
 
@@ -94,7 +77,7 @@ class _Bucket:
 
 
 @dataclass
-class Replicas(Alone):
+class Replicas(Sync):
     """Sums gradients of whole parameters in buckets, in the order in which backward fills them.
 
     Args:
@@ -162,7 +145,7 @@ class Replicas(Alone):
 
 
 @dataclass
-class Sharded(Alone):
+class Sharded(Sync):
     """FSDP2's side of an update: when it reduces, and when it lets go of whole weights."""
 
     modules: list[FSDPModule]
@@ -181,7 +164,7 @@ class Sharded(Alone):
             module.reshard()
 
 
-class Ddp(Alone):
+class Ddp(Sync):
     """torch's ``DistributedDataParallel`` (a reducer in C++), told to sum and not to average."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
