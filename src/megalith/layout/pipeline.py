@@ -87,13 +87,14 @@ class Pipeline:
                 if follower is not None and follower.stage in self.stages:
                     assert result is not None
                     inputs[follower] = result.detach()
+            _wait(sending)  # since the last tick: what was sent is needed no longer
+            sending = []
             for follower, tensor, handle in self._transfer(tick, result, shape_key):
                 if follower is None:
                     sending.append((handle, tensor))
                 else:
                     inputs[follower], arriving[follower] = tensor, handle
-        for handle, _ in sending:
-            handle.wait()
+        _wait(sending)
 
     def _forward(
         self,
@@ -169,6 +170,11 @@ class Pipeline:
         group = self.mesh.group("pipeline")
         assert group is not None
         return dist.P2POp(kind, tensor, dist.get_global_rank(group, rank), group)
+
+
+def _wait(sending: list[tuple[dist.Work, Tensor]]) -> None:
+    for handle, _ in sending:
+        handle.wait()
 
 
 def _backward(made: tuple[Tensor | None, Tensor], grad: Tensor | None) -> Tensor | None:
