@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from megalith.plan.estimate import plan, question, traces
 from megalith.plan.extrapolate import Point, extend
 from megalith.plan.machine import parse as machine
 from megalith.plan.samples import facts_and_sample
-from megalith.plan.worker import Pool, Seen, key
+from megalith.plan.worker import Pool, Seen, key, refused
 from megalith.recipe import Recipe, parse
 
 SMALL = {"layers": 2, "width": 64, "heads": 4, "context": 64, "vocab": 512}
@@ -107,10 +108,28 @@ def test_a_pipelines_stages_are_seen_once_each() -> None:
     assert [p.stage for p in ends] == [0, 3]
 
 
+def test_a_pipeline_holds_nothing_of_the_micro_batches_that_are_done() -> None:
+    """What was sent is let go: more micro-batches cost no more than their tokens and losses."""
+    on, pool = machine("2xH100"), Pool(None)
+    asked = [
+        replace(question(recipe(layout={"pipeline": 2}, micro_batch=1, global_batch=n), on), rank=r)
+        for r in (0, 1)
+        for n in (4, 8)
+    ]
+    sizes = [one.memory["allocated"] for one in refused(pool.see(asked))]
+    hidden = 64 * 64 * 2
+    assert 0 < sizes[1] - sizes[0] < (8 - 4) * hidden / 2
+    assert 0 < sizes[3] - sizes[2] < (8 - 4) * hidden / 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"shard": 4}, {"replicate": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"shard": 4}, {"replicate": 2}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 8}],
+    ids=str,
+)
 def test_what_is_inferred_is_what_a_full_trace_says(layout: dict) -> None:
-    deep = recipe({"layers": 12}, layout, micro_batch=1, global_batch=16)
+    deep = recipe({"layers": 16}, layout, micro_batch=1, global_batch=16)
     pool, on = Pool(None), machine(f"{deep.layout.ranks}xH100")
     asked = question(deep, on)
     few, whole = (
@@ -121,6 +140,7 @@ def test_what_is_inferred_is_what_a_full_trace_says(layout: dict) -> None:
         assert inferred.seen.memory["allocated"] == pytest.approx(
             traced.seen.memory["allocated"], rel=1e-3 if "shard" in layout else 5e-3
         )
+        print(inferred.seen.memory, traced.seen.memory)
         for kind in ("computed", "sent"):
             said, saw = getattr(inferred.seen, kind), getattr(traced.seen, kind)
             assert {n: v for n, v in said.items() if v[0] > 0.5}.keys() == saw.keys()

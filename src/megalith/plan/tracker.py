@@ -210,8 +210,9 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind is DTensor for kind in types):
             return NotImplemented
-        if function is torch.ops.prim.device.default:
-            return function(*args, **kwargs)
+        if function is torch.ops.prim.device.default:  # by far the most frequent one
+            fake = isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation
+            return args[0].fake_device if fake else function(*args, **kwargs)
         if function is torch.ops._c10d_functional.wait_tensor.default and active_fake_mode():
             result = args[0]  # the real one gives its input back, the fake one a copy
         else:
@@ -362,17 +363,15 @@ def _from_engine() -> bool:
 
 def _storages(tensor: Any) -> Iterator[tuple[Any, Tensor]]:
     """The storages of a tensor, or of the plain tensors that it is made of."""
-    if not isinstance(tensor, Tensor):
-        return
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _storages(getattr(tensor, name))
-    else:
+    elif isinstance(tensor, Tensor):
         yield tensor.untyped_storage(), tensor
 
 
 def _all_storages(tree: Any) -> Iterator[tuple[Any, Tensor]]:
-    for value in tree_iter(tree):
+    for value in [tree] if isinstance(tree, Tensor) else tree_iter(tree):
         yield from _storages(value)
 
 

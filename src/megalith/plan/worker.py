@@ -81,7 +81,7 @@ class Seen:
 
 
 class Pool:
-    """Runs traces, as many at once as there are processors; remembers them.
+    """Runs traces, one more at once than there are processors (they end together); remembers them.
 
     Args:
         cache: folder; ``None``: nothing is kept.
@@ -91,13 +91,15 @@ class Pool:
     def __init__(self, cache: Path | None = CACHE, processes: int | None = None) -> None:
         self._cache = cache
         self._context = _context()
-        self._threads = ThreadPoolExecutor(processes or _processors())
+        self._threads = ThreadPoolExecutor(processes or _processors() + 1)
         self._known: dict[str, Seen] = {}
         self.traced = 0
 
     def see(self, asked: Iterable[Asked]) -> list[Seen | PlanError]:
         """The traces that were asked for, in their order; a failure is returned, not raised."""
-        return [future.result() for future in [self._threads.submit(self._see, a) for a in asked]]
+        # The last are the largest, as a rule: begun first, they do not end alone.
+        futures = [self._threads.submit(self._see, one) for one in reversed(list(asked))]
+        return [future.result() for future in reversed(futures)]
 
     def one(self, asked: Asked) -> Seen:
         """One trace.
