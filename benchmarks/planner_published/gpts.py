@@ -114,6 +114,10 @@ def _whole(seen: Sequence[Seen], row: Row, wanted: Described) -> Seen:
             elif kind == "computed":
                 total[1:] *= _SHARD / row.shard
             found[name] = total.tolist()
+        if kind == "sent" and row.dtype.endswith("PURE"):
+            for name in found:
+                if "reduce_scatter" in name:
+                    found[name][1] /= 2  # gradients are reduced in bfloat16
         return found
 
     return replace(seen[-1], computed=grown("computed"), sent=grown("sent"))

@@ -44,6 +44,24 @@ class Shape:
     sequence: int
 
 
+class Norm(nn.Module):
+    """RMSNorm as single operators on a float32 copy: torchtitan's own, and torch's before 2.9."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as ``x``."""
+        wide = x.float()
+        found = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return found.type_as(x) * self.weight
+
+
+def _norm(width: int, loose: bool) -> nn.Module:
+    return Norm(width) if loose else nn.RMSNorm(width, eps=1e-5)
+
+
 class Attention(nn.Module):
     """Grouped causal attention over rotated queries and keys ``[batch, tokens, width]``."""
 
@@ -88,11 +106,11 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and beside the residual stream."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, loose: bool) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.attention_norm = _norm(shape.width, loose)
         self.attention = Attention(shape)
-        self.mlp_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.mlp_norm = _norm(shape.width, loose)
         self.mlp = Mlp(shape)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
@@ -102,13 +120,17 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens ``[batch, tokens]`` to logits ``[batch, tokens, vocab]``."""
+    """Tokens ``[batch, tokens]`` to logits ``[batch, tokens, vocab]``.
 
-    def __init__(self, shape: Shape) -> None:
+    Args:
+        loose: norms are single operators, not one kernel.
+    """
+
+    def __init__(self, shape: Shape, loose: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.blocks = nn.ModuleList(Block(shape, loose) for _ in range(shape.layers))
+        self.norm = _norm(shape.width, loose)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
         self.register_buffer("turns", _turns(shape), persistent=False)
 

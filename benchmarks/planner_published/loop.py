@@ -43,11 +43,12 @@ class Program:
     Attributes:
         half: weights and optimizer state in bfloat16, not float32.
         recompute: ``none``, ``op``, ``layer`` or ``full``.
-        keeps: the logits stay bound while backward runs.
+        keeps: the logits (float32 ones, if widened) stay bound while backward runs.
         widened: the loss is that of float32 copies of the logits.
         clip: gradients are clipped by their norm.
         micros: micro-batches of an update; gradients are reduced after the last.
         gathers: see ``llama.split``.
+        loose: see ``llama.Llama``.
         confirm: trace a third depth too, which must lie where the others say.
     """
 
@@ -64,6 +65,7 @@ class Program:
     target: Target = field(default_factory=Target)
     confirm: bool = True
     gathers: bool = False
+    loose: bool = False
 
     @property
     def layout(self) -> LayoutSection:
@@ -177,7 +179,7 @@ def _model(program: Program, meshes: dict[str, DeviceMesh]) -> Llama:
     torch.set_default_dtype(torch.bfloat16 if program.half else before)
     try:
         with torch.device(accelerator.NAME):
-            model = Llama(program.shape)
+            model = Llama(program.shape, program.loose)
     finally:
         torch.set_default_dtype(before)
     if "tensor" in meshes:
@@ -217,6 +219,8 @@ def _update(
             with tracker.inside(phase="forward"):
                 with torch.autocast(accelerator.NAME, torch.bfloat16, enabled=mixed):
                     logits = model(batch[0])
+                    if program.keeps and program.widened:
+                        logits = logits.float()
                     total = llama.loss(logits, batch[1], program.widened)
                     total = total / program.micros
                 if not program.keeps:

@@ -7,7 +7,7 @@ A row is described by a :class:`Program` (a loop of the publisher's own), by a r
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner_published.llama import Shape
@@ -119,9 +119,9 @@ _MEGATRON = {  # width, layers, heads, stages of a rank
     "GPT 1T": (25600, 128, 160, 1),
 }
 _MACHINES = {
-    "H100-96GB": "H100-SXM",
-    "H100-95GB": "H100-SXM",
-    "H100-94GB": "H100-SXM",
+    "H100-96GB": "H100-96GB",
+    "H100-95GB": "H100-96GB",
+    "H100-94GB": "H100-96GB",
     "H100-80GB": "H100-SXM",
     "h100_80gb": "H100-SXM",
     "A100-80GB": "A100-80GB",
@@ -168,8 +168,11 @@ def _row(number: int, line: dict[str, str]) -> Row:
 def machine(row: Row) -> Machine:
     """The catalogue's machine that stands for the row's."""
     name = next(ours for theirs, ours in _MACHINES.items() if row.gpu.startswith(theirs))
-    node = ",node=4" if "4/node" in row.gpu else ""
-    return parse(f"{row.gpus}x{name}{node}")
+    if "4/node" not in row.gpu:
+        return parse(f"{row.gpus}x{name}")
+    # NVIDIA's board with four of them has no switch: each pair is joined by a third of the links.
+    on = parse(f"{row.gpus}x{name},node=4")
+    return replace(on, device=replace(on.device, switched=False))
 
 
 def refusal(row: Row) -> str:
@@ -211,12 +214,14 @@ def program(row: Row) -> Program | None:
         micros=row.micros,
         recompute=how,
         half=kempner,
-        keeps=kempner,
+        # In March 2024 torchtitan's training loop held on to its logits.
+        keeps=kempner or "request 135" in row.source,
         widened=not kempner,
         clip=row.tensor == 1,
         target=Target(device.capability, device.attention, device.memory),
         confirm=bool(row.memory) and row.tensor == 1,
         gathers=kempner,
+        loose="torchtitan" in row.source and not row.compiled and row.tensor == 1,
     )
 
 

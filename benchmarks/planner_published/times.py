@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from planner_published.rows import Row, machine
 
 from megalith.plan.extrapolate import Part
 from megalith.plan.machine import Machine
-from megalith.plan.time import step_time
+from megalith.plan.time import FUSED, fused, step_time
 from megalith.plan.worker import Seen
 from megalith.recipe.schema import LayoutSection
 
 Parts = list[tuple[Part, Seen]]
-_CONSTANTS = ("matmul", "attention", "memory", "links")
-_ROUNDS, _STEPS = 4, (0.5, 0.7, 0.85, 0.93, 0.97, 1.03, 1.07, 1.18, 1.4, 2.0)
+Constants = dict[str, float]
+
+SHARED = ("shown", "waited", "fused")
+"""Constants of all devices: see ``Device``, and for ``fused`` :func:`megalith.plan.time.fused`."""
+
+_OWN = ("matmul", "attention", "memory", "links")
+_LOOSE = {"matmul": 0.1, "attention": 0.2, "memory": 0.1, "links": 0.2}
+"""How far a constant may lie from the catalogue's without being thought odd, in natural logarithms;
+0.4 for those that are not named."""
+
+_NOISE = 0.04
+"""How far a row may lie from its prediction without being thought odd."""
+
+_ROUNDS, _STEPS = 12, (0.1, 0.03, 0.01)
 
 
 @dataclass(frozen=True)
@@ -29,38 +42,54 @@ class Timed:
     layout: LayoutSection
     micros: int
 
-    @property
+    @cached_property
+    def machine(self) -> Machine:
+        """What the row ran on."""
+        return machine(self.row)
+
+    @cached_property
     def device(self) -> str:
         """Rows with the same share constants."""
-        for name in ("A100", "H200", "H100-80GB"):
-            if self.row.gpu.upper().replace("_", "-").startswith(name):
-                return name
-        return "H100 of 94 to 96 GB"
+        return self.machine.device.key.removesuffix("-40GB").removesuffix("-80GB")
 
     @property
     def fitted(self) -> bool:
         """Whether the row is of the half that constants are fitted to, chosen by a hash."""
         return hashlib.sha256(f"published row {self.row.number}".encode()).digest()[0] % 2 == 0
 
-    def tokens(self, constants: dict[str, float] | None = None) -> float:
+    def tokens(self, constants: Constants | None = None) -> float:
         """Tokens per second and GPU."""
-        on = machine(self.row)
+        on, left = self.machine, FUSED
         if constants is not None:
-            on = _with(on, constants)
-        took = step_time(self.parts, self.layout, self.micros, on)
+            on, left = _with(on, constants), constants["fused"]
+        parts = self.parts
+        if self.row.compiled:
+            parts = [(part, fused(seen, left)) for part, seen in parts]
+        took = step_time(parts, self.layout, self.micros, on)
         return self.row.whole * self.row.sequence / took.seconds / self.row.gpus
 
 
-def fit(rows: Sequence[Timed]) -> dict[str, dict[str, float]]:
-    """Constants of each device that make the mean absolute error of its rows least.
+def fit(rows: Sequence[Timed]) -> dict[str, Constants]:
+    """Constants by device that explain its rows with the least change of the catalogue's.
 
-    Coordinate by coordinate, from the catalogue's; shares stay between 5 and 100 %.
+    The likeliest ones, if logarithms of errors and of changes are spread as :data:`_NOISE` and
+    :data:`_LOOSE` say, the errors with a wide tail, so that an odd row moves nothing. Coordinate by
+    coordinate.
     """
-    found = {}
-    for name in dict.fromkeys(row.device for row in rows):
-        mine = [row for row in rows if row.device == name]
-        found[name] = _descended(mine, _start(machine(mine[0].row)))
-    return found
+    groups = {name: [r for r in rows if r.device == name] for name in (r.device for r in rows)}
+    start = {name: _start(mine[0].machine) for name, mine in groups.items()}
+    best = {name: dict(constants) for name, constants in start.items()}
+    costs = {name: _cost(groups[name], best[name]) for name in groups}
+    for _ in range(_ROUNDS):
+        moved = False
+        for name in groups:
+            for constant in _OWN:
+                moved |= _moved([name], constant, groups, best, start, costs)
+        for constant in SHARED:
+            moved |= _moved(list(groups), constant, groups, best, start, costs)
+        if not moved:
+            break
+    return best
 
 
 def error(predicted: float, published: float) -> float:
@@ -68,41 +97,56 @@ def error(predicted: float, published: float) -> float:
     return predicted / published - 1
 
 
-def _descended(rows: Sequence[Timed], start: dict[str, float]) -> dict[str, float]:
-    def loss(constants: dict[str, float]) -> float:
-        logs = [abs(math.log(r.tokens(constants) / r.row.tokens)) for r in rows]
-        return sum(logs) / len(logs)
+def _moved(
+    names: Sequence[str],
+    constant: str,
+    groups: dict[str, list[Timed]],
+    best: dict[str, Constants],
+    start: dict[str, Constants],
+    costs: dict[str, float],
+) -> bool:
+    """Whether a constant of the devices ``names`` has found a better place, where it now is."""
 
-    best, least = start, loss(start)
-    for _ in range(_ROUNDS):
-        before = least
-        for name in _CONSTANTS:
-            best, least = _line(best, least, name, loss)
-        if before - least < 1e-4:
-            break
-    return best
+    def change(value: float) -> float:
+        return (math.log(value / start[names[0]][constant]) / _LOOSE.get(constant, 0.4)) ** 2
 
-
-def _line(
-    best: dict[str, float],
-    least: float,
-    name: str,
-    loss: Callable[[dict[str, float]], float],
-) -> tuple[dict[str, float], float]:
+    moved = False
     for step in _STEPS:
-        tried = {**best, name: min(1.0, max(0.05, best[name] * step))}
-        if tried != best and (value := loss(tried)) < least:
-            best, least = tried, value
-    return best, least
+        for sign in (1, -1):
+            now = best[names[0]][constant]
+            value = now * math.exp(sign * step)
+            if constant != "waited" and value > 1:
+                continue
+            tried = {name: {**best[name], constant: value} for name in names}
+            found = {name: _cost(groups[name], tried[name]) for name in names}
+            before = sum(costs[name] for name in names) + change(now)
+            if sum(found.values()) + change(value) < before - 1e-6:
+                best |= tried
+                costs |= found
+                moved = True
+    return moved
 
 
-def _start(on: Machine) -> dict[str, float]:
-    return {**on.device.share, "links": on.device.link_share}
+def _cost(rows: Sequence[Timed], constants: Constants) -> float:
+    logs = (math.log(r.tokens(constants) / r.row.tokens) / _NOISE for r in rows)
+    return sum(2 * math.log1p(off * off / 2) for off in logs)
 
 
-def _with(on: Machine, constants: dict[str, float]) -> Machine:
+def _start(on: Machine) -> Constants:
+    device = on.device
+    shared = {"shown": device.shown, "waited": device.waited, "fused": FUSED}
+    return {**device.share, "links": device.link_share, **shared}
+
+
+def _with(on: Machine, constants: Constants) -> Machine:
     share = {name: constants[name] for name in ("matmul", "attention", "memory")}
-    device = replace(on.device, share=share, link_share=constants["links"])
+    device = replace(
+        on.device,
+        share=share,
+        link_share=constants["links"],
+        shown=constants["shown"],
+        waited=constants["waited"],
+    )
     return replace(on, device=device)
 
 

@@ -12,8 +12,8 @@ EVERY = machine.names()
 
 
 def test_the_devices_that_people_rent_are_known() -> None:
-    asked = ["A100-40GB", "A100-80GB", "H100-SXM", "H100-PCIe", "H200", "B200", "L4", "L40S"]
-    asked += ["RTX-4090", "MI300X", "Ascend-910B", "Xeon-8480"]
+    asked = ["A100-40GB", "A100-80GB", "H100-96GB", "H100-PCIe", "H100-SXM", "H200", "B200", "L4"]
+    asked += ["L40S", "RTX-4090", "MI300X", "Ascend-910B", "Xeon-8480"]
     assert sorted(asked) == EVERY
 
 

@@ -1,9 +1,11 @@
 """How long a collective takes: messages that cost a latency, and bytes that cost bandwidth.
 
 The bytes are the least that a ring sends (Thakur et al. 2005): each of ``n`` ranks sends
-``(n - 1) / n`` of the whole for a gather or a reduce-scatter, twice that for a sum. The latency is
-that of ``log2 n`` messages, as trees need. A group with ``k`` ranks on each node sends through the
-network ports of all ``k``.
+``(n - 1) / n`` of the whole for a gather or a reduce-scatter, twice that for a sum. A ring passes
+them on in ``n - 1`` steps, each of which costs the latency of the link that it crosses; a sum may
+also go up and down a tree, if that is quicker: the model that NCCL chooses its algorithms by
+(``ncclTopoTuneModel`` in its ``tuning.cc``). A group with ``k`` ranks on each node sends through
+the network ports of all ``k``; on a node without a switch, over the direct links between them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from dataclasses import dataclass
 from megalith.layout.mesh import AXES
 from megalith.plan.machine import Machine
 from megalith.recipe.schema import LayoutSection
+
+_CALL = 8.4e-6
+"""Seconds that a collective takes besides, whatever its size (NCCL's base latency of a ring)."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,25 @@ def seconds(name: str, times: float, whole: float, over: Group, machine: Machine
     if over.ranks == 1 or "recv" in name:  # a receive is the other side of a send
         return 0.0
     device, across = machine.device, over.ranks > over.near
-    latency = machine.network.latency if across else device.link_latency
     bandwidth = device.link
+    if not device.switched and not across:
+        bandwidth *= min(1.0, (over.near - 1) / max(1, device.node - 1))
     if across:
         ports = 1 if "all_to_all" in name or "alltoall" in name else over.near
         bandwidth = min(bandwidth, machine.network.bandwidth * ports)
     moved = sent(name, whole, over.ranks) / (bandwidth * device.link_share)
-    return times * latency * math.log2(max(2, over.ranks)) + moved
+    return times * latency(name, over, machine) + moved
+
+
+def latency(name: str, over: Group, machine: Machine) -> float:
+    """Seconds of one collective that moves next to nothing."""
+    near, far = machine.device.link_latency, machine.network.latency
+    nodes = -(-over.ranks // over.near)
+    within, between = over.ranks - nodes, nodes - 1
+    reduces = "allreduce" in name or "all_reduce" in name
+    if reduces or "gather" in name or "reduce_scatter" in name:
+        ring = within * near + between * far
+        tree = (over.near - 1) * near + math.ceil(math.log2(nodes)) * far
+        return _CALL + (2 * min(ring, tree) if reduces else ring)
+    one = far if nodes > 1 else near
+    return _CALL + one * math.log2(max(2, over.ranks))

@@ -44,8 +44,14 @@ class Device:
     Attributes:
         share: of the peak rates that large operators reach.
         spread: a step's time may be this share shorter or longer than the estimate.
-        link_latency: seconds for a message within a node.
+        switched: whether a switch joins the devices of a node, so that any of them get all of
+            ``link``; else it is divided among direct links to each of the others.
+        link_latency: seconds for a step of a collective within a node.
         link_share: of the links' and the network's bandwidth that large messages reach.
+        shown: share of the shorter of operators and data traffic that does not hide behind the
+            other: kernels of both want the same processors and memory.
+        waited: what a collective that is waited for takes beyond its own time, as a factor:
+            kernels drain before it and fill up after it.
     """
 
     key: str
@@ -66,8 +72,11 @@ class Device:
     node: int = 8
     context: int = 600 << 20
     collective: int = 1 << 30
-    link_latency: float = 6e-6
+    switched: bool = True
+    link_latency: float = 3.4e-6
     link_share: float = 0.75
+    shown: float = 0.2
+    waited: float = 1.5
 
     def rate(self, kind: str, dtype: str) -> float:
         """FLOP/s that operators of ``kind`` reach in ``dtype``; bytes/s for ``memory``."""

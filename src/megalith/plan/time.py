@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megalith.layout import schedule
 from megalith.layout.schedule import Pass
@@ -20,12 +20,8 @@ from megalith.plan.machine import Device, Machine
 from megalith.plan.worker import Seen
 from megalith.recipe.schema import LayoutSection
 
-_SHOWN = 0.2
-"""Share of the shorter of operators and data traffic that does not overlap; fitted to the H200 runs
-of KempnerForge (2026), which also give the next one."""
-
-_WAITED = 1.5
-"""What a collective that is waited for takes beyond its own time: kernels drain before it."""
+FUSED = 0.5
+"""Share of the bytes of pointwise operators that a compiled step still moves; assumed."""
 
 _DATA = ("replicate", "shard", "expert", "context")
 _START = {"gpu": 7e-6, "cpu": 5e-6}
@@ -59,6 +55,7 @@ class StepTime:
 class _Phase:
     """What a rank does in one phase of an update."""
 
+    device: Device
     compute: float = 0.0
     starts: float = 0.0
     data: float = 0.0
@@ -72,7 +69,8 @@ class _Phase:
     def exposed(self) -> float:
         """Time that operators do not hide."""
         shorter = min(self.operators, self.data)
-        return self.waited * _WAITED + max(0.0, self.data - self.operators) + _SHOWN * shorter
+        longer = max(0.0, self.data - self.operators)
+        return self.waited * self.device.waited + longer + self.device.shown * shorter
 
     @property
     def seconds(self) -> float:
@@ -108,6 +106,22 @@ def step_time(
         bubble=bubble,
         starts=sum(p.starts for p in chosen.values()) > sum(p.compute for p in chosen.values()),
     )
+
+
+def fused(seen: Seen, left: float = FUSED) -> Seen:
+    """What ``torch.compile`` makes of an eager trace: pointwise operators run as few kernels.
+
+    Args:
+        left: share of the bytes, and of the operators to start, that is left of those in forward
+            and backward that are neither matrix products nor attention.
+    """
+    computed = {
+        name: [value * (1.0 if n == 1 else left) for n, value in enumerate(values)]
+        if name.startswith("memory/") and "/update/" not in name
+        else list(values)
+        for name, values in seen.computed.items()
+    }
+    return replace(seen, computed=computed)
 
 
 def compute_time(computed: Mapping[str, Sequence[float]], device: Device) -> dict[str, float]:
@@ -162,7 +176,7 @@ def _before(work: Pass, total: int) -> list[Pass]:
 
 
 def _phases(seen: Seen, layout: LayoutSection, machine: Machine) -> dict[str, _Phase]:
-    found = {name: _Phase() for name in ("forward", "backward", "update")}
+    found = {name: _Phase(machine.device) for name in ("forward", "backward", "update")}
     for phase, took in compute_time(seen.computed, machine.device).items():
         found[phase].compute += took
     start = _START[machine.device.kind]
