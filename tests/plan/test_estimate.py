@@ -68,8 +68,8 @@ def line(layers: int, kept: int, micros: int, operator: str = "mm", bend: float 
         memory={"allocated": size, "reserved": 1.5 * size, "reserved_expandable": size},
         kinds={"activations": size},
         candidates={
-            f"backward|blocks.*|{operator}": {"activations": size},
-            "update||add": {"optimizer": 900.0 + 19 * layers * kept},
+            f"backward|blocks.*|{operator}|": {"activations": size},
+            "update||add|": {"optimizer": 900.0 + 19 * layers * kept},
         },
         most={"activations": size},
         moment={"phase": "backward", "operator": operator, "module": ""},
@@ -129,7 +129,9 @@ def test_a_pipeline_holds_nothing_of_the_micro_batches_that_are_done() -> None:
     ids=str,
 )
 def test_what_is_inferred_is_what_a_full_trace_says(layout: dict) -> None:
-    deep = recipe({"layers": 16}, layout, micro_batch=1, global_batch=16)
+    wide = {"layers": 16, "width": 2048, "heads": 16, "context": 1024}
+    deep = recipe(wide, layout, micro_batch=1, global_batch=16)
+    deep = deep.model_copy(update={"data": deep.data.model_copy(update={"sequence": 1024})})
     pool, on = Pool(None), machine(f"{deep.layout.ranks}xH100")
     asked = question(deep, on)
     few, whole = (
@@ -137,10 +139,8 @@ def test_what_is_inferred_is_what_a_full_trace_says(layout: dict) -> None:
     )
     assert any(look.points for look in few)
     for inferred, traced in zip(few, whole, strict=True):
-        assert inferred.seen.memory["allocated"] == pytest.approx(
-            traced.seen.memory["allocated"], rel=1e-3 if "shard" in layout else 5e-3
-        )
-        print(inferred.seen.memory, traced.seen.memory)
+        for name, off in (("allocated", 1e-3), ("reserved", 0.07), ("reserved_expandable", 0.03)):
+            assert inferred.seen.memory[name] == pytest.approx(traced.seen.memory[name], rel=off)
         for kind in ("computed", "sent"):
             said, saw = getattr(inferred.seen, kind), getattr(traced.seen, kind)
             assert {n: v for n, v in said.items() if v[0] > 0.5}.keys() == saw.keys()

@@ -148,7 +148,7 @@ def extend(points: Sequence[Point], seen: Sequence[Seen], goal: Point) -> Seen |
         return None
     deepest = held[-1][1]
     highest = max(known, key=lambda name: memory[f"total/{name}"])
-    phase, module, operator = highest.split("|")
+    phase, module, operator, _ = highest.split("|")
     read = _named(memory, "memory") | {"allocated": memory[f"total/{highest}"]}
     return replace(
         deepest,
@@ -278,8 +278,8 @@ def _grid(recipe: Recipe, part: Part, confirm: bool) -> list[Point]:
         return []  # layers of two kinds
     if config.experts and config.dense_layers and layout.pipeline > 1:
         return []
-    # Whole weights of three layers are there at once while ZeRO-3 gathers ahead.
-    first = config.dense_layers + (3 if layout.shard > 1 and layout.zero == 3 else 2)
+    # A first, a last and one between; and ZeRO-3 holds whole weights of three at once.
+    first = config.dense_layers + 3
     deep = part.layers > first + 3
     depths = [first, first + 1, first + 2][: 3 if confirm else 2] if deep else [part.layers]
     pipeline = layout.pipeline > 1

@@ -104,9 +104,9 @@ class Memory:
         kinds: what the peak consists of; the values add up to ``allocated``.
         most: the most that each kind takes at any time.
         largest: the largest pieces at the peak, largest first.
-        candidates: by phase, module and operator, the kinds at the moment when all together were
-            the most; which of them is the peak depends on depth. Of numbered modules the first,
-            the last and those between count apart.
+        candidates: by phase, module, operator and shape, the kinds at the moment when all together
+            were the most; which of them is the peak depends on depth. Of numbered modules the
+            first, the last and those between count apart.
     """
 
     allocated: int
@@ -217,10 +217,12 @@ def _candidates(
     found: dict[str, dict[str, int]] = {}
     for event, now in levels:
         entry = born.get(event)
-        name = "start||"
+        name = "start|||"
         if entry is not None:
             module = _NUMBER.sub(lambda n: ends.get(n[0], "between"), entry.module)
-            name = f"{entry.phase}|{module}|{entry.operator}"
+            # The shape tells the gradient of a weight from that of its input.
+            shape = "x".join(map(str, entry.shape))
+            name = f"{entry.phase}|{module}|{entry.operator}|{shape}"
         if sum(now.values()) > sum(found.get(name, {"": -1}).values()):
             found[name] = now
     return found

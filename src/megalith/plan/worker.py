@@ -28,7 +28,7 @@ from megalith.core.runs import write_whole
 from megalith.recipe import Recipe
 
 CACHE = Path(".cache/megalith/plan")
-_FORMAT = 5
+_FORMAT = 6
 _ROOMS = ("plan", "layout", "models", "tasks", "optim", "recipe", "step.py", "core/devices.py")
 # What a step's memory and time do not depend on.
 _APART = {"run", "evaluate", "checkpoint"}
@@ -64,7 +64,7 @@ class Seen:
         parameters: on this rank.
         operators: that ran.
         curve: bytes of each kind over the update, at equally many events.
-        candidates: the kinds at moments that may be the peak, by phase, module and operator.
+        candidates: the kinds at moments that may be the peak, by phase, module, operator and shape.
     """
 
     memory: dict[str, float]
