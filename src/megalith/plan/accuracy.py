@@ -6,12 +6,18 @@ set, which code pages and thread pools are part of as well.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith import step as steps
 from megalith.core import devices
@@ -29,8 +35,16 @@ def allocated(job: Job) -> int:
     """Most bytes in tensors during the second update, by the CPU allocator's own events.
 
     Counted from before the model is built. For layouts, called on every rank of theirs.
+
+    The profiler sees the frees of this thread and not those of gloo's. A collective's tensors are
+    therefore held here until gloo's thread has let go of them, which it does by itself right after
+    the collective, or a little later if other threads have the processor.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    ranks = job.recipe.layout.ranks
+    with (
+        _gloo_first() if ranks > 1 else nullcontext(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         updates = _updates(job)
         next(updates)
         torch.empty(_MARK, dtype=torch.uint8)
@@ -69,6 +83,67 @@ def _events(profiler: profile) -> Iterator[int]:
     assert found.kineto_results is not None
     events: list[Any] = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
     return (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+
+
+@contextmanager
+def _gloo_first() -> Iterator[None]:
+    """Inside, waiting for a collective is waiting for gloo's thread to be done with it, too."""
+    wait = dist.Work.wait
+
+    def wait_for_both(work: dist.Work, *args: Any, **options: Any) -> bool:
+        result = wait(work, *args, **options)
+        while not _gloo_rests():
+            time.sleep(1e-4)
+        return result
+
+    dist.Work.wait = wait_for_both
+    try:
+        with _InPython():
+            yield
+    finally:
+        dist.Work.wait = wait
+
+
+def _gloo_rests() -> bool:
+    """Whether none of gloo's threads runs, or wants to (Linux; elsewhere it is not known)."""
+    tasks = Path("/proc/self/task")
+    for task in tasks.iterdir() if tasks.exists() else ():
+        name, _, state = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        if name == "pt_gloo_runloop" and state.split()[0] != "S":
+            return False
+    return True
+
+
+class _InPython(TorchDispatchMode):
+    """Runs functional collectives by their equals whose work Python holds, and not C++."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        name = function.name()
+        if name == "_c10d_functional::all_reduce":
+            result = args[0].clone()
+            dist.all_reduce(result, _reduction(args[1]), _group(args[2]))
+        elif name == "_c10d_functional::all_gather_into_tensor":
+            result = args[0].new_empty((args[0].shape[0] * args[1], *args[0].shape[1:]))
+            dist.all_gather_single(result, args[0], _group(args[2]))
+        elif name == "_c10d_functional::reduce_scatter_tensor":
+            result = args[0].new_empty((args[0].shape[0] // args[2], *args[0].shape[1:]))
+            dist.reduce_scatter_single(result, args[0], _reduction(args[1]), _group(args[3]))
+        else:
+            result = function(*args, **(kwargs or {}))
+        return result
+
+
+def _reduction(name: str) -> Any:
+    return getattr(dist.ReduceOp, name.upper())
+
+
+def _group(given: Any) -> dist.ProcessGroup:
+    name = given if isinstance(given, str) else dist.ProcessGroup.unbox(given).group_name
+    return dist.distributed_c10d._resolve_process_group(name)
 
 
 def _updates(job: Job) -> Generator[Step]:

@@ -7,6 +7,7 @@ line of error here. What it saw comes back as a :class:`Trace`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from megalith.layout.mesh import Mesh
 from megalith.layout.units import named_parameters
 from megalith.plan import accelerator, ranks
 from megalith.plan.accelerator import Target
+from megalith.plan.gloo import Copies
 from megalith.plan.modules import Running
 from megalith.plan.tracker import Record, Tracker
 from megalith.recipe import Recipe
@@ -90,7 +92,8 @@ def trace(job: Job) -> Trace:
         for batch in batches:
             for tensor in batch.values():
                 tracker.name(tensor, "input")
-        with tracker, running:
+        on_gloo = Copies(tracker) if layout.ranks > 1 and job.target is None else nullcontext()
+        with tracker, on_gloo, running:
             _update(tracker, built, batches[: _least(job)])
             tracker.start_over()  # the first update found neither gradients nor moments
             _update(tracker, built, batches)
