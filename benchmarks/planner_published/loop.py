@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from planner_published import llama
@@ -50,6 +51,7 @@ class Program:
         gathers: see ``llama.split``.
         loose: see ``llama.Llama``.
         confirm: trace a third depth too, which must lie where the others say.
+        apart: how much deeper than the first that one is.
     """
 
     shape: Shape
@@ -64,6 +66,7 @@ class Program:
     clip: bool = True
     target: Target = field(default_factory=Target)
     confirm: bool = True
+    apart: int = 2
     gathers: bool = False
     loose: bool = False
 
@@ -79,7 +82,8 @@ def points(program: Program) -> list[Point]:
     Two micro-batches stand for more: from the second on each does the same.
     """
     step = 2 if program.recompute == "layer" else 1
-    return [Point(4 + step * n, 1, min(2, program.micros)) for n in range(2 + program.confirm)]
+    more = [0, step, program.apart][: 2 + program.confirm]
+    return [Point(4 + n, 1, min(2, program.micros)) for n in more]
 
 
 def see(programs: Sequence[Program], kept: Path | None = None, processes: int = 2) -> list[Seen]:
@@ -103,8 +107,19 @@ def see(programs: Sequence[Program], kept: Path | None = None, processes: int = 
         whole = extend(grid, mine, Point(program.shape.layers, 1, program.micros))
         if whole is None:
             raise RuntimeError(f"the traces of {program} do not agree: {[s.moment for s in mine]}")
+        whole = _reserved(whole, [point.layers for point in grid], mine, program.shape.layers)
         seen.append(_repeated(whole, program.micros / grid[0].micros))
     return seen
+
+
+def _reserved(whole: Seen, depths: Sequence[int], seen: Sequence[Seen], goal: int) -> Seen:
+    """With as much more reserved than allocated as the traces' gaps say, which grow with depth."""
+    memory = dict(whole.memory)
+    for name in ("reserved", "reserved_expandable"):
+        gaps = [one.memory[name] - one.memory["allocated"] for one in seen]
+        slope, start = np.polyfit(depths, gaps, 1)
+        memory[name] = memory["allocated"] + max(*gaps, start + slope * goal)
+    return replace(whole, memory=memory)
 
 
 def _repeated(seen: Seen, times: float) -> Seen:
@@ -124,7 +139,7 @@ def _work(job: tuple[Program, Point, Path | None]) -> Seen:
     program, point, kept = job
     torch.set_num_threads(1)
     shape = replace(program.shape, layers=point.layers)
-    small = replace(program, shape=shape, micros=point.micros, confirm=True)
+    small = replace(program, shape=shape, micros=point.micros, confirm=True, apart=2)
     if kept is None:
         return trace(small)
     path = kept / f"{hashlib.sha256(repr(small).encode()).hexdigest()[:32]}.json"

@@ -69,7 +69,14 @@ class Row:
     def layout(self) -> str:
         """Such as ``shard 8, tensor 4``."""
         axes = {"shard": self.shard, "tensor": self.tensor, "pipeline": self.pipeline}
-        return ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one GPU"
+        words = [f"{name} {size}" for name, size in axes.items() if size > 1]
+        words += ["interleaved"] if self.interleaved else []
+        return ", ".join(words) or "one GPU"
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether a rank of torchtitan's pipeline has more than one stage."""
+        return "Interleaved 1F1B" in self.note
 
 
 @dataclass(frozen=True)
@@ -198,16 +205,11 @@ def program(row: Row) -> Program | None:
     """The published loop of a Llama row."""
     if "Llama" not in row.model or refusal(row):
         return None
-    name = next(
-        name
-        for name in sorted(_LLAMAS, key=len, reverse=True)
-        if f" {name} " in f" {row.model.replace('Llama-3 arch', '')} "
-    )
     kempner = "KempnerForge" in row.source
     how = "full" if "full" in row.recompute else _HOW.get(row.recompute, "op")
     device = machine(row).device
     return Program(
-        shape=Shape(*_LLAMAS[name], sequence=row.sequence),
+        shape=llama(row),
         shard=row.shard,
         tensor=row.tensor,
         batch=row.batch,
@@ -220,9 +222,18 @@ def program(row: Row) -> Program | None:
         clip=row.tensor == 1,
         target=Target(device.capability, device.attention, device.memory),
         confirm=bool(row.memory) and row.tensor == 1,
+        # What is reserved is not linear in depth: a trace far from the others is needed.
+        apart=8 if row.note.startswith("memory is peak reserved") else 2,
         gathers=kempner,
         loose="torchtitan" in row.source and not row.compiled and row.tensor == 1,
     )
+
+
+def llama(row: Row) -> Shape:
+    """Sizes of a row's Llama."""
+    names = sorted(_LLAMAS, key=len, reverse=True)
+    model = row.model.replace("Llama-3 arch", "")
+    return Shape(*_LLAMAS[next(n for n in names if f" {n} " in f" {model} ")], row.sequence)
 
 
 def described(row: Row) -> Described | None:

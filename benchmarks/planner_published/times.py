@@ -12,20 +12,32 @@ from planner_published.rows import Row, machine
 
 from megalith.plan.extrapolate import Part
 from megalith.plan.machine import Machine
-from megalith.plan.time import FUSED, fused, step_time
+from megalith.plan.time import fused, step_time
 from megalith.plan.worker import Seen
 from megalith.recipe.schema import LayoutSection
 
 Parts = list[tuple[Part, Seen]]
 Constants = dict[str, float]
 
+_GUESSED_SHARED = {"links": 0.75, "shown": 0.2, "waited": 1.0, "fused": 0.5}
+GUESSED = {
+    name: {**dict(zip(("matmul", "attention", "memory"), share, strict=True)), **_GUESSED_SHARED}
+    for name, share in {
+        "A100": (0.75, 0.50, 0.80),
+        "H100-SXM": (0.65, 0.35, 0.80),
+        "H100-96GB": (0.65, 0.35, 0.80),
+        "H200": (0.68, 0.37, 0.80),
+    }.items()
+}
+"""Constants by device as they were guessed before any of the rows was looked at."""
+
 SHARED = ("shown", "waited", "fused")
 """Constants of all devices: see ``Device``, and for ``fused`` :func:`megalith.plan.time.fused`."""
 
 _OWN = ("matmul", "attention", "memory", "links")
 _LOOSE = {"matmul": 0.1, "attention": 0.2, "memory": 0.1, "links": 0.2}
-"""How far a constant may lie from the catalogue's without being thought odd, in natural logarithms;
-0.4 for those that are not named."""
+"""How far a constant may lie from the guess without being thought odd, in natural logarithms; 0.4
+for those that are not named."""
 
 _NOISE = 0.04
 """How far a row may lie from its prediction without being thought odd."""
@@ -57,36 +69,32 @@ class Timed:
         """Whether the row is of the half that constants are fitted to, chosen by a hash."""
         return hashlib.sha256(f"published row {self.row.number}".encode()).digest()[0] % 2 == 0
 
-    def tokens(self, constants: Constants | None = None) -> float:
+    def tokens(self, constants: Constants) -> float:
         """Tokens per second and GPU."""
-        on, left = self.machine, FUSED
-        if constants is not None:
-            on, left = _with(on, constants), constants["fused"]
-        parts = self.parts
+        on, parts = _with(self.machine, constants), self.parts
         if self.row.compiled:
-            parts = [(part, fused(seen, left)) for part, seen in parts]
+            parts = [(part, fused(seen, constants["fused"])) for part, seen in parts]
         took = step_time(parts, self.layout, self.micros, on)
         return self.row.whole * self.row.sequence / took.seconds / self.row.gpus
 
 
 def fit(rows: Sequence[Timed]) -> dict[str, Constants]:
-    """Constants by device that explain its rows with the least change of the catalogue's.
+    """Constants by device that explain its rows with the least change of what was guessed.
 
     The likeliest ones, if logarithms of errors and of changes are spread as :data:`_NOISE` and
     :data:`_LOOSE` say, the errors with a wide tail, so that an odd row moves nothing. Coordinate by
     coordinate.
     """
     groups = {name: [r for r in rows if r.device == name] for name in (r.device for r in rows)}
-    start = {name: _start(mine[0].machine) for name, mine in groups.items()}
-    best = {name: dict(constants) for name, constants in start.items()}
+    best = {name: dict(GUESSED[name]) for name in groups}
     costs = {name: _cost(groups[name], best[name]) for name in groups}
     for _ in range(_ROUNDS):
         moved = False
         for name in groups:
             for constant in _OWN:
-                moved |= _moved([name], constant, groups, best, start, costs)
+                moved |= _moved([name], constant, groups, best, costs)
         for constant in SHARED:
-            moved |= _moved(list(groups), constant, groups, best, start, costs)
+            moved |= _moved(list(groups), constant, groups, best, costs)
         if not moved:
             break
     return best
@@ -102,13 +110,12 @@ def _moved(
     constant: str,
     groups: dict[str, list[Timed]],
     best: dict[str, Constants],
-    start: dict[str, Constants],
     costs: dict[str, float],
 ) -> bool:
     """Whether a constant of the devices ``names`` has found a better place, where it now is."""
 
     def change(value: float) -> float:
-        return (math.log(value / start[names[0]][constant]) / _LOOSE.get(constant, 0.4)) ** 2
+        return (math.log(value / GUESSED[names[0]][constant]) / _LOOSE.get(constant, 0.4)) ** 2
 
     moved = False
     for step in _STEPS:
@@ -130,12 +137,6 @@ def _moved(
 def _cost(rows: Sequence[Timed], constants: Constants) -> float:
     logs = (math.log(r.tokens(constants) / r.row.tokens) / _NOISE for r in rows)
     return sum(2 * math.log1p(off * off / 2) for off in logs)
-
-
-def _start(on: Machine) -> Constants:
-    device = on.device
-    shared = {"shown": device.shown, "waited": device.waited, "fused": FUSED}
-    return {**device.share, "links": device.link_share, **shared}
 
 
 def _with(on: Machine, constants: Constants) -> Machine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from megalith.plan import flops, links
 from megalith.plan.extrapolate import Part
 from megalith.plan.links import Group
 from megalith.plan.machine import Machine, parse
-from megalith.plan.time import compute_time, overlaps, pipeline_time, step_time
+from megalith.plan.time import compute_time, fused, overlaps, pipeline_time, step_time
 from megalith.plan.worker import Seen
 from megalith.recipe.families import DecoderConfig
 from megalith.recipe.schema import LayoutSection, TaskSection
@@ -83,26 +85,63 @@ def test_an_operator_takes_the_longer_of_operations_and_bytes() -> None:
     device = MACHINE.device
     by_flops = {"matmul/forward/bfloat16": [1.0, 1e15, 1e9]}
     by_bytes = {"matmul/forward/bfloat16": [1.0, 1e9, 1e12]}
-    assert compute_time(by_flops, device)["forward"] == pytest.approx(1e15 / (989.4e12 * 0.65))
-    assert compute_time(by_bytes, device)["forward"] == pytest.approx(1e12 / (3.35e12 * 0.8))
+    matmul, memory = device.share["matmul"], device.share["memory"]
+    assert compute_time(by_flops, device)["forward"] == pytest.approx(1e15 / (989.4e12 * matmul))
+    assert compute_time(by_bytes, device)["forward"] == pytest.approx(1e12 / (3.35e12 * memory))
 
 
-def test_data_traffic_is_hidden_but_for_a_fifth_and_tensor_traffic_is_waited_for() -> None:
+def test_data_traffic_is_hidden_but_for_a_part_and_tensor_traffic_is_waited_for() -> None:
     layout, part = LayoutSection(shard=8, tensor=8), Part(0, 1, 1)
-    work = {"matmul/forward/bfloat16": [1.0, 989.4e12 * 0.65, 0.0]}  # one second
+    device = MACHINE.device
+    work = {"matmul/forward/bfloat16": [1.0, device.rate("matmul", "bfloat16"), 0.0]}  # one second
 
     def shown(name: str, whole: float) -> float:
         took = step_time([(part, seen(work, {name: [0.0, whole]}))], layout, 1, MACHINE)
         assert took.seconds == pytest.approx(took.compute + took.exposed)
         return took.exposed
 
-    second = 50e9 * 0.75 * 8 / 7  # bytes that one port of eight ranks takes a second for
-    assert shown("_allgather_base_/forward/shard", second / 2) == pytest.approx(0.1, rel=1e-3)
-    assert shown("_allgather_base_/forward/shard", 3 * second) == pytest.approx(2.2, rel=1e-3)
-    inside = 450e9 * 0.75 * 8 / 7
-    assert shown("reduce_scatter_tensor/forward/tensor", inside) == pytest.approx(1.5, rel=1e-3)
+    # Bytes that one port of eight ranks takes a second for.
+    second, hidden = 50e9 * device.link_share * 8 / 7, device.shown
+    assert shown("_allgather_base_/forward/shard", second / 2) == pytest.approx(hidden / 2)
+    assert shown("_allgather_base_/forward/shard", 3 * second) == pytest.approx(2 + hidden)
+    inside = 450e9 * device.link_share * 8 / 7
+    assert shown("reduce_scatter_tensor/forward/tensor", inside) == pytest.approx(device.waited)
     assert overlaps("replicate+shard")
     assert not any(overlaps(axes) for axes in ("tensor", "context", "expert", "world"))
+
+
+def test_a_ring_costs_a_step_to_each_rank_and_a_sum_may_take_a_tree() -> None:
+    call, near, far = 8.4e-6, MACHINE.device.link_latency, MACHINE.network.latency
+    over = Group(64, 8)  # eight nodes of eight
+    ring = 56 * near + 7 * far
+    assert links.latency("_allgather_base_", over, MACHINE) == pytest.approx(call + ring)
+    assert links.latency("reduce_scatter_tensor", over, MACHINE) == pytest.approx(call + ring)
+    tree = 7 * near + 3 * far
+    assert tree < ring
+    assert links.latency("allreduce_", over, MACHINE) == pytest.approx(call + 2 * tree)
+    assert links.latency("send", Group(2, 1), MACHINE) == pytest.approx(call + far)
+
+
+def test_a_group_on_a_node_without_a_switch_has_the_links_between_its_members() -> None:
+    def rate(near: int, switched: bool) -> float:
+        device = replace(MACHINE.device, node=4, switched=switched)
+        on = replace(MACHINE, device=device)
+        took = links.seconds("_allgather_base_", 0, 8e9, Group(near, near), on)
+        return links.sent("_allgather_base_", 8e9, near) / took / device.link_share
+
+    assert rate(2, switched=True) == pytest.approx(450e9)
+    assert rate(2, switched=False) == pytest.approx(150e9)
+    assert rate(4, switched=False) == pytest.approx(450e9)
+
+
+def test_compilation_fuses_pointwise_operators_and_leaves_products_alone() -> None:
+    names = ("memory/forward/bfloat16", "matmul/forward/bfloat16", "memory/update/float32")
+    compiled = fused(seen({name: [4.0, 8.0, 16.0] for name in names}), left=0.25)
+    assert [compiled.computed[name] for name in names] == [
+        [1.0, 8.0, 4.0],
+        [4.0, 8.0, 16.0],
+        [4.0, 8.0, 16.0],
+    ]
 
 
 def test_the_interval_holds_the_estimate() -> None:

@@ -136,7 +136,7 @@ def _time(recipe: Recipe, machine: Machine) -> float:
         recipe, config, machine, layers
     )
     each, once = _data(recipe, config, machine, layers)
-    passes = max(compute, each) + 0.2 * min(compute, each) + 1.5 * waited
+    passes = max(compute, each) + device.shown * min(compute, each) + device.waited * waited
     stages = layout.stages if layout.schedule == "interleaved" else 1
     bubble = (layout.pipeline - 1) / stages
     # The last stage has the head besides.

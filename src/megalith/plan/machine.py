@@ -63,6 +63,7 @@ class Device:
     link: float
     network: str
     source: str = ""
+    called: tuple[str, ...] = ()
     kind: str = "gpu"
     spread: float = 0.25
     capability: tuple[int, int] = (8, 0)
@@ -75,8 +76,8 @@ class Device:
     switched: bool = True
     link_latency: float = 3.4e-6
     link_share: float = 0.75
-    shown: float = 0.2
-    waited: float = 1.5
+    shown: float = 0.28
+    waited: float = 1.0
 
     def rate(self, kind: str, dtype: str) -> float:
         """FLOP/s that operators of ``kind`` reach in ``dtype``; bytes/s for ``memory``."""
@@ -184,6 +185,12 @@ def names() -> list[str]:
     return sorted(_catalogue()["devices"])
 
 
+def key_of(called: str) -> str | None:
+    """The device of the catalogue that torch calls so; ``None``: there is none."""
+    known = _catalogue()["devices"].items()
+    return next((key for key, row in known if called in row.get("called", ())), None)
+
+
 def network(name: str) -> Network:
     """A network of the catalogue.
 
@@ -205,7 +212,7 @@ def _find(name: str) -> Device:
         hint = nearest(name.upper(), [*known, *_SHORT])
         raise PlanError(f"--on: no device '{name}'{hint}; known are {', '.join(known)}, and cpu")
     row = dict(known[key])
-    for field_ in ("capability", "attention"):
+    for field_ in ("capability", "attention", "called"):
         if field_ in row:
             row[field_] = tuple(row[field_])
     return Device(key=key, **row)

@@ -1,7 +1,7 @@
 """How long an update takes: operators against a device's rates, collectives against its links.
 
 Every operator takes the longer of its operations and its bytes; the host starts them one by one.
-What data parallelism sends runs beside the operators and is hidden by them but for a fifth of the
+What data parallelism sends runs beside the operators and is hidden by them but for a part of the
 shorter of the two; what tensor, context and expert parallelism send is waited for. A pipeline is
 played through, pass by pass, in its own timetable's order.
 """
@@ -20,8 +20,9 @@ from megalith.plan.machine import Device, Machine
 from megalith.plan.worker import Seen
 from megalith.recipe.schema import LayoutSection
 
-FUSED = 0.5
-"""Share of the bytes of pointwise operators that a compiled step still moves; assumed."""
+FUSED = 0.4
+"""Share of the bytes of pointwise operators that a compiled step still moves; fitted to half of the
+published runs that are compiled (docs/planner-accuracy.md)."""
 
 _DATA = ("replicate", "shard", "expert", "context")
 _START = {"gpu": 7e-6, "cpu": 5e-6}
