@@ -54,7 +54,7 @@ def _command(words: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         subprocess.run(
-            [sys.executable, "-m", "megalith", "plan", *words],
+            [sys.executable, "-c", "from megalith.cli import main; main()", "plan", *words],
             cwd=folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

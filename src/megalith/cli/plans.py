@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import megalith
-from megalith.cli.frame import Overrides, RecipeFile, examples
+from megalith.cli.frame import Overrides, examples
 from megalith.core.errors import MegalithError, PlanError
 
 if TYPE_CHECKING:
@@ -26,14 +27,17 @@ _GOALS = ("time", "money", "energy")
     epilog=examples(
         "megalith plan recipes/gpt-stdlib.toml",
         "megalith plan recipes/llama3-8b.toml --on 64xH100",
-        "megalith plan recipes/llama3-8b.toml --on 8xA100-40GB,price=1.1 --search money",
-        "megalith plan recipes/gpt3-175b.toml --on 1024xA100-80GB --search time",
+        "megalith plan recipes/gpt3-175b.toml --on 1024xA100-80GB --search",
+        "megalith plan recipes/llama3-8b.toml --on 8xA100-40GB,price=1.1 --search --by money",
         "megalith plan recipes/llama3-8b.toml --on 8xL40S --max-params",
         "megalith plan recipes/llama3-8b.toml --on 64xH100 --sweep train.micro_batch=1,2",
+        "megalith plan --calibrate runs/gpt-stdlib",
     )
 )
 def plan(
-    recipe: RecipeFile,
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A TOML file.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     on: Annotated[
         str,
@@ -43,13 +47,11 @@ def plan(
         ),
     ] = "this machine",
     search: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GOAL",
-            help="Rank every layout by time, money or energy, subject to memory.",
-            show_default=False,
-        ),
-    ] = None,
+        bool, typer.Option("--search", help="Rank every layout that the recipe allows and fits.")
+    ] = False,
+    by: Annotated[
+        str, typer.Option(metavar="GOAL", help="What --search ranks by: time, money or energy.")
+    ] = "time",
     max_params: Annotated[
         bool,
         typer.Option("--max-params", help="The largest model of the family that trains there."),
@@ -57,6 +59,14 @@ def plan(
     sweep: Annotated[
         str | None,
         typer.Option(metavar="FIELD=A,B", help="A row for each value.", show_default=False),
+    ] = None,
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN",
+            help="Fit the device's constants to a run, or several; plans made here then use them.",
+            show_default=False,
+        ),
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Trace every layer and micro-batch; nothing inferred.")
@@ -70,13 +80,19 @@ def plan(
     from megalith.plan import worker
 
     worker.start()  # imports torch beside this process, which does the same now
+    if sum(map(bool, (search, max_params, sweep, calibrate))) > 1:
+        raise PlanError("--search, --max-params, --sweep, --calibrate: one at a time")
+    if by not in _GOALS:
+        raise PlanError(f"--by: '{by}' is no goal; time, money or energy")
+    if calibrate:
+        more = [] if recipe is None else [recipe, *(overrides or [])]
+        _calibrate([*calibrate, *map(Path, more)], on, as_json)
+        return
+    if recipe is None:
+        raise PlanError("RECIPE: which recipe to plan is missing; see megalith plan --help")
     loaded = megalith.load(recipe, *overrides or [])
-    if sum(map(bool, (search, max_params, sweep))) > 1:
-        raise PlanError("--search, --max-params and --sweep are asked for one at a time")
-    if search is not None and search not in _GOALS:
-        raise PlanError(f"--search: '{search}' is no goal; time, money or energy")
-    if search is not None or max_params:
-        fits = _search(loaded, on, search, as_json)
+    if search or max_params:
+        fits = _search(loaded, on, by if search else None, as_json)
     elif sweep is not None:
         fits = _sweep(
             lambda word: megalith.load(recipe, *overrides or [], word), on, sweep, as_json
@@ -87,6 +103,16 @@ def plan(
         fits = found.fits
     if not fits:
         raise typer.Exit(1)
+
+
+def _calibrate(folders: list[Path], on: str, as_json: bool) -> None:
+    from megalith.plan import constants
+    from megalith.plan.calibrate import calibrate
+
+    found = calibrate(folders, None if on == "this machine" else on, say=_say)
+    constants.keep(found.device, [fit.name for fit in found.fits])
+    _print(found.as_dict(), as_json, lambda console, report: report.show_fits(found, console))
+    _say(f"kept in {constants.FILE}")
 
 
 def _search(loaded: Any, on: str, goal: str | None, as_json: bool) -> bool:

@@ -52,7 +52,7 @@ def allocated(job: Job) -> int:
         updates.close()
     now = peak = 0
     marked = False
-    for size in _events(profiler):
+    for size in sizes(profiler):
         now += size
         marked = marked or size == _MARK
         if marked and size != _MARK:
@@ -62,6 +62,8 @@ def allocated(job: Job) -> int:
 
 def resident(job: Job) -> int:
     """How far the resident set rises from the start of a fresh process over two updates, bytes.
+
+    For layouts, called on every rank of theirs.
 
     The process's environment decides how closely it follows: with ``MALLOC_ARENA_MAX=1`` and
     ``MALLOC_MMAP_THRESHOLD_=65536`` freed tensors go back to the system at once.
@@ -76,7 +78,7 @@ def resident(job: Job) -> int:
     return devices.peak_memory(_CPU) - before
 
 
-def _events(profiler: profile) -> Iterator[int]:
+def sizes(profiler: profile) -> Iterator[int]:
     """Sizes of allocations, and of frees as negative numbers, in their order."""
     found = profiler.profiler
     assert found is not None
@@ -174,13 +176,15 @@ def _random(shape: tuple[int, ...], dtype: str, below: int) -> Tensor:
 
 def _warm(job: Job) -> None:
     """Load the code that every update runs, by one of a tiny model: no memory of the real one's."""
-    precision = {"precision": job.recipe.train.precision, "global_batch": 2}
+    precision = job.recipe.train.precision
+    train = {"precision": precision, "global_batch": 4, "micro_batch": 1}
+    layout = job.recipe.layout.model_dump(exclude_defaults=True)
     if job.recipe.model.family == "resnet":
         model = {"family": "resnet", "blocks": [1, 1], "width": 8}
         sections = {"model": model, "data": {"source": "digits"}, "task": {"name": "classify"}}
         sample = {"image": ((3, 32, 32), "float32"), "target": ((), "int64")}
     else:
-        sections = {"model": {"layers": 1, "width": 64, "heads": 2}, "data": {"sequence": 32}}
+        sections = {"model": {"layers": 2, "width": 64, "heads": 2}, "data": {"sequence": 32}}
         sample = {"tokens": ((32,), "int64"), "targets": ((32,), "int64")}
-    tiny = parse({**sections, "train": precision})
+    tiny = parse({**sections, "train": train, "layout": layout})
     next(_updates(Job(tiny, {"vocab": 256, "classes": 10, "channels": 3}, sample)))

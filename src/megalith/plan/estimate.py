@@ -10,11 +10,11 @@ from megalith import models, tasks
 from megalith.core import units
 from megalith.core.errors import PlanError
 from megalith.layout import check
-from megalith.plan import advice, extrapolate, flops, samples
+from megalith.plan import advice, constants, extrapolate, flops, samples
 from megalith.plan.advice import Change, Traced
 from megalith.plan.closed import overhead
 from megalith.plan.extrapolate import Look
-from megalith.plan.machine import HERE, Machine, parse
+from megalith.plan.machine import HERE, Machine
 from megalith.plan.time import StepTime, step_time
 from megalith.plan.worker import Asked, Pool, Seen
 from megalith.recipe import Recipe
@@ -154,11 +154,11 @@ def plan(
         RecipeError: the recipe is refused.
     """
     pool, say = pool or Pool(), say or _silent
-    machine = on if isinstance(on, Machine) else parse(on, recipe.train.precision)
+    machine, fitted = constants.machine(on, recipe.train.precision)
     asked = question(recipe, machine)
-    machine, notes = _seated(asked.recipe, machine)
+    machine, notes = seated(asked.recipe, machine)
     looks = traces(asked, pool, full=full, ends_only=ends_only, say=say, confirm=confirm)
-    found = judged(asked.recipe, machine, looks, notes)
+    found = judged(asked.recipe, machine, looks, [*fitted, *notes])
     if found.fits or not advise:
         return found
 
@@ -282,7 +282,7 @@ def _fits(rank: Rank, limit: int, stages: int) -> tuple[bool, str]:
     )
 
 
-def _seated(recipe: Recipe, machine: Machine) -> tuple[Machine, list[str]]:
+def seated(recipe: Recipe, machine: Machine) -> tuple[Machine, list[str]]:
     """The part of the machine that the layout takes, and what to say about it."""
     ranks = recipe.layout.ranks
     if machine.device.key == "cpu" and ranks > machine.count:

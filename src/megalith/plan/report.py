@@ -12,6 +12,7 @@ from megalith.core import units
 from megalith.core.errors import MegalithError
 from megalith.layout.mesh import AXES
 from megalith.plan.advice import overrides
+from megalith.plan.calibrate import Calibration
 from megalith.plan.estimate import NOT_MODELLED, Plan, Rank
 from megalith.plan.search import Candidate, Found
 from megalith.recipe import Recipe
@@ -70,6 +71,26 @@ def show_sweep(
         else:
             table.add_row(value, "", "refused", str(plan))
     console.print(table)
+
+
+def show_fits(found: Calibration, console: Console) -> None:
+    """Print what runs say about a device: their times, and its constants before and after."""
+    runs = Table(title=f"an update on {found.device.name}", title_justify="left")
+    for name in ("run", "measured", "predicted before", "after"):
+        runs.add_column(name, justify="left" if name == "run" else "right")
+    for fit in found.fits:
+        cells = [
+            f"{units.duration(s)} ({s / fit.measured - 1:+.1%})" for s in (fit.before, fit.after)
+        ]
+        runs.add_row(fit.name, units.duration(fit.measured), *cells)
+    console.print(runs)
+    shares = Table(title="share of the peak that is reached", title_justify="left")
+    for name in ("", "before", "after"):
+        shares.add_column(name, justify="right" if name else "left")
+    for name, value in found.before.share.items():
+        shares.add_row(name, f"{value:.3f}", f"{found.device.share[name]:.3f}")
+    shares.add_row("links", f"{found.before.link_share:.3f}", f"{found.device.link_share:.3f}")
+    console.print(shares)
 
 
 def label(recipe: Recipe) -> str:

@@ -15,10 +15,10 @@ from megalith import tasks
 from megalith.core.errors import MegalithError, PlanError
 from megalith.layout import check
 from megalith.layout.mesh import AXES
-from megalith.plan import advice, closed, estimate, flops
+from megalith.plan import advice, closed, constants, estimate, flops
 from megalith.plan.closed import Rough
 from megalith.plan.estimate import Plan, Say
-from megalith.plan.machine import Machine, parse
+from megalith.plan.machine import Machine
 from megalith.plan.worker import Pool
 from megalith.recipe import Recipe
 from megalith.recipe.families import DecoderConfig
@@ -86,7 +86,7 @@ def search(
         PlanError: the model is no decoder, or no layout is allowed.
     """
     pool, say = pool or Pool(), say or _silent
-    machine = on if isinstance(on, Machine) else parse(on, recipe.train.precision)
+    machine, _ = constants.machine(on, recipe.train.precision)
     asked = estimate.question(advice.changed(recipe, _alone(recipe)), machine)
     recipe = asked.recipe
     if not isinstance(recipe.model, DecoderConfig):
@@ -146,7 +146,7 @@ def largest(
         PlanError: the model is no decoder, or not even a narrow one fits.
     """
     pool, say = pool or Pool(), say or _silent
-    machine = on if isinstance(on, Machine) else parse(on, recipe.train.precision)
+    machine, _ = constants.machine(on, recipe.train.precision)
     asked = estimate.question(advice.changed(recipe, _alone(recipe)), machine)
     config = asked.recipe.model
     if not isinstance(config, DecoderConfig):

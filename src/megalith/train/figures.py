@@ -49,14 +49,13 @@ class Figures:
     """Keeps the present window, and makes a line of each that ends.
 
     Attributes:
-        updates: in all windows that have ended.
-        seconds: that they computed.
+        update_seconds: what an update computed for, in each window that has ended.
     """
 
     def __init__(self, session: Session, local_rank: int = 0) -> None:
         self.session = session
         self.window = Window()
-        self.updates, self.seconds = 0, 0.0
+        self.update_seconds: list[float] = []
         self._graphs_before = graphs_compiled()
         # The processors' counters are the machine's: its first rank reads them for all.
         counters = {} if local_rank == 0 else {"powercap": Path(os.devnull)}
@@ -70,8 +69,8 @@ class Figures:
         """
         session, step, window = self.session, self.session.step, self.window
         self.window = Window()
-        self.updates += window.updates
-        self.seconds += window.seconds["compute"]
+        if window.updates:
+            self.update_seconds.append(window.seconds["compute"] / window.updates)
         joules = self._energy.read()
         own = [devices.peak_memory(session.device), float("nan") if joules is None else joules]
         peaks, energies = table(session.mesh, own).unbind(1)

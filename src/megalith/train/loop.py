@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -262,7 +262,7 @@ class _Loop:
                 _to_device(next(batches), self.session.device)
                 for _ in range(self.session.accumulation)
             ]
-        with self.figures.window.timed("compute"):
+        with self.figures.window.timed("compute"), self.beside.update():
             measured = self.step.backward(micro_batches)
             finite = measured.finite()
             if finite:
@@ -378,9 +378,9 @@ class _Loop:
             )
         else:
             self._event("done", f"{self.step.done} updates", show=False)
-            beside = self.beside.line(self.figures.updates, self.figures.seconds)
+            beside = self.beside.compared(self.figures.update_seconds)
             if beside is not None:
-                self._event("plan", beside)
+                self._event("plan", beside.line(), **asdict(beside))
 
     def _event(self, event: str, message: str, *, show: bool = True, **values: Any) -> None:
         self.metrics.write("event", self.step.done, event=event, message=message, **values)

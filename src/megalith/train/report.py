@@ -37,6 +37,7 @@ def write_report(folder: RunFolder | Path) -> Path:
         charts=drawn,
         readouts=[c.readout() for c in drawn],
         split=sections.time_split(run),
+        planned=sections.planned(run),
         samples=sections.texts(run),
         events=sections.events(run),
         checkpoints=sections.checkpoints(run),

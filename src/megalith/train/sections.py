@@ -198,6 +198,53 @@ def time_split(run: History) -> list[Part]:
     ]
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A quantity that was planned and measured.
+
+    Attributes:
+        planned: bars that together make the planned one: label, colour and share of the longest.
+        measured: share of the longest.
+    """
+
+    name: str
+    planned: list[tuple[str, str, float]]
+    measured: float
+    words: tuple[str, str, str]
+
+
+def planned(run: History) -> list[Planned]:
+    """What the planner said beside what happened; empty for a run that was not planned."""
+    told = next((e for e in reversed(run.events) if e.get("event") == "plan"), {})
+    numbers = [
+        (told.get(f"predicted_{name}"), told.get(f"measured_{name}"))
+        for name in ("memory", "seconds")
+    ]
+    if not all(is_number(value) and value > 0 for pair in numbers for value in pair):
+        return []
+    kinds = told.get("kinds")
+    parts = sorted(kinds.items(), key=lambda kind: -kind[1]) if isinstance(kinds, dict) else []
+    rows = (
+        ("Memory of a rank", units.size, parts),
+        ("Time of an update", units.duration, []),
+    )
+    found = []
+    for (name, show, inside), (said, saw) in zip(rows, numbers, strict=True):
+        longest = max(said, saw)
+        bars = [
+            (f"{k}, {show(v)}", f"c{1 + n % 5}", v / longest) for n, (k, v) in enumerate(inside)
+        ]
+        found.append(
+            Planned(
+                name=name,
+                planned=bars or [(show(said), "c1", said / longest)],
+                measured=saw / longest,
+                words=(show(said), show(saw), f"{said / saw - 1:+.1%}".replace("%", " %")),
+            )
+        )
+    return found
+
+
 def texts(run: History) -> list[tuple[str, str, str]]:
     """Step, prompt and continuation of the samples, the newest first."""
     chosen = run.samples
@@ -216,10 +263,11 @@ def texts(run: History) -> list[tuple[str, str, str]]:
 def events(run: History) -> list[tuple[str, str, str, str]]:
     """Step, time, name and message of the newest events, oldest first.
 
-    Checkpoints are left out: they have a table of their own.
+    Checkpoints and the plan are left out: they have a place of their own.
     """
     rows = []
-    for event in [e for e in run.events if e.get("event") != "checkpoint"][-_EVENTS:]:
+    shown = [e for e in run.events if e.get("event") not in ("checkpoint", "plan")]
+    for event in shown[-_EVENTS:]:
         known = {"kind", "step", "time", "event", "message"}
         rest = [f"{k} = {v}" for k, v in event.items() if k not in known]
         message = "; ".join([*filter(None, [str(event.get("message") or "")]), *rest])
