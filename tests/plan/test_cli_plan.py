@@ -44,9 +44,10 @@ def test_json_holds_every_rank_and_the_exit_code_says_that_it_does_not_fit() -> 
     [
         (["--on", "8xH10"], "--on: no device 'H10'; did you mean"),
         (["--on", "8xH100", "layout.shard=16"], "layout: needs 16 devices"),
-        (["--search", "speed"], "'speed' is no goal; time, money or energy"),
+        (["--search", "--by", "speed"], "--by: 'speed' is no goal; time, money or energy"),
         (["--sweep", "train.micro_batch"], "is not FIELD=A,B"),
-        (["--search", "time", "--max-params"], "one at a time"),
+        (["--search", "--max-params"], "one at a time"),
+        (["--calibrate", "nowhere"], "no run folder"),
     ],
 )
 def test_a_wrong_question_is_one_line(words: list[str], said: str) -> None:
