@@ -37,7 +37,12 @@ class Case:
 
 
 CASES = (
-    Case("scores kept", 34 + _SCORES, fused=False),
+    Case(
+        "scores kept",
+        34 + _SCORES,
+        fused=False,
+        note="autocast takes the softmax in float32: a score costs 7 bytes, not 5; and 4 more",
+    ),
     Case("no scores kept (selective, or fused attention)", 34),
     Case(
         "full recomputation",
@@ -50,13 +55,13 @@ CASES = (
         (34 + _SCORES) / 8,
         tensor=8,
         fused=False,
-        note="the gathered input of both column-parallel products is kept, not gathered again: 7",
+        note="the inputs of query, key, value and MLP stay gathered: 7; the softmax as above",
     ),
     Case(
         "tensor 8, sequence parallel, no scores kept",
         34 / 8,
         tensor=8,
-        note="the same 7",
+        note="the inputs of query, key, value and MLP stay gathered: 8, not 8 / 8",
     ),
     Case(
         "tensor 8, sequence parallel, full recomputation",
