@@ -4,7 +4,8 @@
     python benchmarks/planner_cpu.py gpt-10m      # cases whose name holds this
 
 Rows are kept in benchmarks/results. Each prediction, each count of the allocator's events and each
-resident set has a process of its own. Layouts run on gloo ranks; their rank 0 is compared.
+resident set has a process of its own. Layouts run on gloo ranks; their rank 0 is compared. At load
+4 on 2 cores the whole table takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ from megalith.recipe import parse
 
 RESULTS = Path(__file__).parent / "results" / "planner_cpu.json"
 _HERE = "planner_models"
+_NAMES = {
+    "small-10m": "gpt-10m",
+    "small-llama-10m": "llama-10m",
+    "small-30m": "gpt-30m",
+    "gpt2-small": "gpt-124m",
+}
 _HEAD = [
     "| case | predicted MiB | allocator MiB | error | resident MiB | error |",
     "|---|---|---|---|---|---|",
@@ -106,72 +113,81 @@ def cases() -> list[Case]:
     """Every case of the table."""
     found = []
 
-    def gpt(name: str, preset: str, length: int, what: str, **sections: dict[str, Any]) -> None:
+    def gpt(preset: str, what: str, length: int = 256, **sections: dict[str, Any]) -> None:
         model = {"preset": preset, "context": length, **sections.pop("model", {})}
         train = {"global_batch": 4, **sections.pop("train", {})}
         optim = {"name": "adamw", **sections.pop("optim", {})}
-        facts = {"vocab": 8192}
+        facts = {"vocab": 50257 if preset == "gpt2-small" else 8192}
         found.append(
             Case(
-                f"{name} {what}", "transformer", model, _text(length), facts,
+                f"{_NAMES[preset]} {what}", "transformer", model, _text(length), facts,
                 train=train, optim=optim, **sections,
             )
         )  # fmt: skip
 
-    bf16 = {"precision": "bf16"}
-    ten = ("gpt-10m", "small-10m", 256)
-    gpt(*ten, "fp32")
-    gpt(*ten, "bf16", train=bf16)
-    for depth in ("selective", "full"):
-        gpt(*ten, f"fp32, checkpointing {depth}", train={"checkpointing": depth})
-        gpt(*ten, f"bf16, checkpointing {depth}", train={"checkpointing": depth, **bf16})
-    gpt(*ten, "fp32, 4 micro-batches", train={"micro_batch": 1})
-    gpt(*ten, "bf16, 4 micro-batches", train={"micro_batch": 1, **bf16})
-    gpt(*ten, "fp32, dropout", model={"dropout": 0.1})
-    gpt(*ten, "fp32, reference attention", model={"attention": "reference"})
-    gpt(*ten, "fp32, sgd", optim={"name": "sgd"})
-    gpt(*ten, "fp32, muon", optim={"name": "muon"})
-    gpt(*ten, "fp32, averaged weights", train={"ema": 0.99})
-    gpt("llama-10m", "small-llama-10m", 256, "fp32")
-    gpt("llama-10m", "small-llama-10m", 256, "bf16", train=bf16)
-    gpt("gpt-30m", "small-30m", 512, "fp32")
-    gpt("gpt-30m", "small-30m", 512, "bf16, checkpointing full",
-        train={"checkpointing": "full", **bf16})  # fmt: skip
-    gpt("gpt-124m", "gpt2-small", 512, "fp32", train={"global_batch": 2})
-    gpt("gpt-124m", "gpt2-small", 512, "bf16, checkpointing full",
-        train={"global_batch": 2, "checkpointing": "full", **bf16})  # fmt: skip
-    for name, layout in {
-        "shard 2, zero 2": {"shard": 2, "zero": 2},
-        "shard 2, zero 3": {"shard": 2},
-        "replicate 2": {"replicate": 2},
-        "tensor 2": {"tensor": 2},
-        "pipeline 2": {"pipeline": 2},
-    }.items():
-        micro = {"micro_batch": 1} if "pipeline" in layout else {"micro_batch": 2}
-        gpt(*ten, f"fp32, {name}", train=micro, layout=layout)
-        gpt(*ten, f"bf16, {name}", train={**micro, **bf16}, layout=layout)
-    for precision in ("fp32", "bf16"):
-        found += _others(precision)
-    return found
+    half, full = {"precision": "bf16"}, {"checkpointing": "full"}
+    selective, four = {"checkpointing": "selective"}, {"micro_batch": 1}
+    gpt("small-10m", "fp32")
+    gpt("small-10m", "bf16", train=half)
+    gpt("small-10m", "fp32, checkpointing selective", train=selective)
+    gpt("small-10m", "bf16, checkpointing selective", train={**selective, **half})
+    gpt("small-10m", "fp32, checkpointing full", train=full)
+    gpt("small-10m", "bf16, checkpointing full", train={**full, **half})
+    gpt("small-10m", "fp32, 4 micro-batches", train=four)
+    gpt("small-10m", "bf16, 4 micro-batches", train={**four, **half})
+    gpt("small-10m", "fp32, dropout", model={"dropout": 0.1})
+    gpt("small-10m", "fp32, sgd", optim={"name": "sgd"})
+    gpt("small-10m", "fp32, averaged weights", train={"ema": 0.99})
+    gpt("small-llama-10m", "bf16", train=half)
+    gpt("small-30m", "fp32")
+    gpt("small-30m", "bf16, dropout, checkpointing full",
+        model={"dropout": 0.1}, train={**full, **half})  # fmt: skip
+    gpt("gpt2-small", "fp32", 128, train={"global_batch": 2})
+    gpt("gpt2-small", "bf16, checkpointing full",
+        128, train={"global_batch": 2, **full, **half})  # fmt: skip
+    two = {"micro_batch": 2}
+    for precision in ({}, half):
+        word = precision.get("precision", "fp32")
+        gpt("small-10m", f"{word}, shard 2, zero 2",
+            train={**two, **precision}, layout={"shard": 2, "zero": 2})  # fmt: skip
+        gpt("small-10m", f"{word}, shard 2, zero 3",
+            train={**two, **precision}, layout={"shard": 2})  # fmt: skip
+        gpt("small-10m", f"{word}, tensor 2",
+            train={**two, **precision}, layout={"tensor": 2})  # fmt: skip
+        gpt("small-10m", f"{word}, pipeline 2",
+            train={**four, **precision}, layout={"pipeline": 2})  # fmt: skip
+    gpt("small-10m", "fp32, replicate 2", train=two, layout={"replicate": 2})
+    gpt("small-30m", "bf16, shard 2, zero 3, checkpointing full",
+        train={**two, **half, **full}, layout={"shard": 2})  # fmt: skip
+    return found + _others()
 
 
-def _others(precision: str) -> list[Case]:
+def _others() -> list[Case]:
+    """Models that are no decoders of ours."""
+
     def case(name: str, kind: str, model: Any, sample: Any, facts: Any, **sections: Any) -> Case:
-        train = {"global_batch": 4, "precision": precision, **sections.pop("train", {})}
-        return Case(f"{name} {precision}", kind, model, sample, facts, train=train, **sections)
+        train = {"global_batch": 2, **sections.pop("train", {})}
+        return Case(name, kind, model, sample, facts, train=train, **sections)
 
-    sgd = {"name": "sgd", "lr": 0.1}
-    classify = {"name": "classify"}
+    half = {"precision": "bf16"}
+    sgd, classify = {"name": "sgd", "lr": 0.1}, {"name": "classify"}
+    bert = ("transformer", {"factory": f"{_HERE}:bert"}, _text(128), {"vocab": 30522})
+    vit = ("transformer", {"factory": f"{_HERE}:vit"}, _image(224), {"classes": 1000})
     resnet = {"family": "resnet", "preset": "resnet50"}
-    facts = {"classes": 1000, "channels": 3}
+    residual = ("convolution", resnet, _image(224), {"classes": 1000, "channels": 3})
     return [
-        case("bert-base", "transformer", {"factory": f"{_HERE}:bert"}, _text(128),
-             {"vocab": 30522}),
-        case("vit-base", "transformer", {"factory": f"{_HERE}:vit"}, _image(224),
-             {"classes": 1000}, task=classify),
-        case("resnet-50", "convolution", resnet, _image(224), facts, task=classify, optim=sgd),
-        case("resnet-50, checkpointing full,", "convolution", resnet, _image(224), facts,
-             task=classify, optim=sgd, train={"checkpointing": "full"}),
+        case("bert-base fp32", *bert),
+        case("bert-base bf16", *bert, train=half),
+        case("vit-base fp32", *vit, task=classify),
+        case("vit-base bf16, sgd", *vit, task=classify, optim=sgd, train=half),
+        case("resnet-50 fp32, sgd", *residual, task=classify, optim=sgd,
+             train={"global_batch": 4}),
+        case("resnet-50 bf16, sgd", *residual, task=classify, optim=sgd,
+             train={"global_batch": 4, **half}),
+        case("resnet-50 fp32, adamw, 2 micro-batches", *residual, task=classify,
+             train={"global_batch": 8, "micro_batch": 4}),
+        case("resnet-50 fp32, sgd, checkpointing full", *residual, task=classify, optim=sgd,
+             train={"global_batch": 4, "checkpointing": "full"}),
     ]  # fmt: skip
 
 
@@ -183,7 +199,9 @@ def predicted(job: Job) -> int:
 def fresh(work: Callable[..., Any], *args: Any) -> Any:
     """``work(*args)`` in a process that has imported everything and run nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "megalith.plan.accuracy", "megalith.plan.memory"])
+    context.set_forkserver_preload(
+        ["torch", "megalith.plan.accuracy", "megalith.plan.memory", _HERE]
+    )
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(work, *args).result()
 
@@ -194,7 +212,8 @@ def measure(case: Case) -> Row:
     told = fresh(predicted, job)
     ranks = job.recipe.layout.ranks
     if ranks > 1:
-        return Row(case.name, case.kind, told, start(ranks, accuracy.allocated, (job,)), None)
+        taken, resident = (start(ranks, f, (job,)) for f in (accuracy.allocated, accuracy.resident))
+        return Row(case.name, case.kind, told, taken, resident)
     return Row(
         case.name, case.kind, told, fresh(accuracy.allocated, job), fresh(accuracy.resident, job)
     )

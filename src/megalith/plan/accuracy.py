@@ -175,7 +175,12 @@ def _random(shape: tuple[int, ...], dtype: str, below: int) -> Tensor:
 
 
 def _warm(job: Job) -> None:
-    """Load the code that every update runs, by one of a tiny model: no memory of the real one's."""
+    """Load the code that every update runs, by one of a tiny model: no memory of the real one's.
+
+    MKL keeps some megabytes for all products to come from its first large one on; they are the
+    process's as its code is, and stay in no tensor.
+    """
+    torch.mm(torch.ones(1024, 256), torch.ones(256, 8192))
     precision = job.recipe.train.precision
     train = {"precision": precision, "global_batch": 4, "micro_batch": 1}
     layout = job.recipe.layout.model_dump(exclude_defaults=True)
