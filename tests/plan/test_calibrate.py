@@ -17,12 +17,12 @@ RECIPE = """
 layers = 2
 width = {width}
 heads = 4
-context = 64
+context = 1024
 vocab = 512
 
 [data]
 tokenizer = "bpe-512"
-sequence = 64
+sequence = 1024
 
 [train]
 global_batch = 16
@@ -70,7 +70,7 @@ def test_constants_that_made_the_times_are_found_again(
     pool, catalogue = Pool(None), machine.parse("1xH200")
     truth = changed(catalogue.device, (0.6, 0.8, 0.5))
     shapes = [
-        {"width": 16384, "micro": 16},
+        {"width": 8192, "micro": 16},
         {"width": 256, "micro": 2},
         {"width": 2048, "micro": 1, "shard": 16},
     ]

@@ -148,6 +148,33 @@ def test_what_is_inferred_is_what_a_full_trace_says(layout: dict) -> None:
                 assert said[name] == pytest.approx(values, rel=1e-3), name
 
 
+def test_experts_are_planned_with_equal_shares_of_the_tokens() -> None:
+    sparse = {"experts": 8, "experts_per_token": 2, "mlp_bias": False, "hidden": 128}
+    pool = Pool(None)
+    alone, apart = (
+        plan(recipe(sparse, layout, micro_batch=4), "8xH100", pool=pool)
+        for layout in ({}, {"expert": 4})
+    )
+    per_layer = 8 * 2 * 64 * 128
+    assert alone.ranks[0].parameters - apart.ranks[0].parameters == 2 * per_layer * 3 // 4
+    assert "expert all_to_all_single" in apart.time.collectives
+    assert any("equal share" in note for note in apart.notes)
+
+
+def test_a_grouped_product_counts_its_operations() -> None:
+    """As many as the dense products of the same rows: 2 forward and 4 backward per weight met."""
+    dense = {"mlp_bias": False, "hidden": 128, "layers": 1}
+    sparse = {**dense, "experts": 2, "experts_per_token": 1, "expert_hidden": 128}
+    pool, on = Pool(None), machine("1xH100")
+    counted = [
+        sum(values[1] for name, values in one.computed.items() if name.startswith("matmul"))
+        for one in refused(pool.see([question(recipe(m), on) for m in (dense, sparse)]))
+    ]
+    tokens, width = 64 * 16, 64
+    router, mixing = 6 * width * 2 * tokens, 6 * width * tokens
+    assert counted[1] - counted[0] == router + mixing
+
+
 def test_the_layout_takes_a_part_of_the_machine_or_is_refused() -> None:
     small = recipe(micro_batch=4)
     found = plan(small, "8xH100", pool=Pool(None))

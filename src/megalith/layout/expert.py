@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import _functional_collectives as functional
 
 from megalith.core.errors import RecipeError
@@ -102,7 +103,7 @@ def exchange(group: dist.ProcessGroup, rows: Tensor, counts: Tensor, compute: Co
     arriving = _now(counts, [len(counts) // ranks] * ranks, [len(counts) // ranks] * ranks, group)
     arriving = arriving.view(ranks, -1)  # [from, expert of this rank]
     leaving = counts.view(ranks, -1)
-    send, receive = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+    send, receive = _sizes(leaving, arriving, len(rows))
     got = _Exchange.apply(rows[: sum(send)], receive, send, group)  # pyright: ignore
     assert isinstance(got, Tensor)
     # Rows come sorted by sender, and by expert within one sender.
@@ -114,6 +115,16 @@ def exchange(group: dist.ProcessGroup, rows: Tensor, counts: Tensor, compute: Co
     home = _Exchange.apply(done, send, receive, group)  # pyright: ignore
     assert isinstance(home, Tensor)
     return torch.cat([home, home.new_zeros(len(rows) - len(home), home.shape[1])])
+
+
+def _sizes(leaving: Tensor, arriving: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Rows to and from each rank, on the host. A trace has none to read: each gets its share."""
+    if is_fake(leaving):
+        ranks = len(leaving)
+        even = [(rows * (rank + 1)) // ranks - (rows * rank) // ranks for rank in range(ranks)]
+        return even, even
+    send, receive = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+    return send, receive
 
 
 class _Exchange(torch.autograd.Function):

@@ -136,4 +136,5 @@ def _parts(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
 
 
 PRODUCT = torch.ops.megalith.grouped.default
-"""The operator itself, for those who choose what backward keeps."""
+OUTER = torch.ops.megalith.grouped_outer.default
+"""The operators themselves, for those who choose what backward keeps or count operations."""

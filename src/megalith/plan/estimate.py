@@ -245,17 +245,17 @@ def operations(recipe: Recipe, seen: Sequence[Seen]) -> float | None:
 
 def _rank(look: Look, machine: Machine) -> Rank:
     seen, beside = look.seen, overhead(machine)
-    memory = {name: int(value) for name, value in seen.memory.items()}
+    memory = {name: round(value) for name, value in seen.memory.items()}
     # In segments is torch's default; a growing segment is an option of its allocator.
     return Rank(
         stage=look.part.stage,
         like=look.part.ranks,
-        parameters=int(seen.parameters),
+        parameters=round(seen.parameters),
         **memory,
         overhead=beside,
         needed=memory["reserved"] + beside,
-        kinds={name: int(value) for name, value in seen.kinds.items()},
-        most={name: int(value) for name, value in seen.most.items()},
+        kinds={name: round(value) for name, value in seen.kinds.items()},
+        most={name: round(value) for name, value in seen.most.items()},
         moment=seen.moment,
         largest=seen.largest,
         curve=seen.curve,
@@ -324,6 +324,8 @@ def _remarks(recipe: Recipe, took: StepTime) -> list[str]:
         found.append("train.compile is not modelled: the numbers are those of the eager step")
     if took.starts:
         found.append("the host starts operators slower than the device runs them: larger ones help")
+    if recipe.layout.expert > 1:
+        found.append("each expert is taken to get an equal share of the tokens")
     if recipe.layout.offload:
         found.append("layout.offload: traffic to the host and the host's memory are not modelled")
     return found

@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from megalith.models import grouped
+
 _NO_KERNEL = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -33,6 +35,12 @@ _NO_KERNEL = {
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten._unsafe_view.default,
 }
+_GROUPED: dict[Any, Callable[[Tensor], int]] = {
+    grouped.PRODUCT.overloadpacket: lambda matrices: matrices.shape[1],
+    grouped.OUTER.overloadpacket: lambda right: right.shape[1],
+}
+"""Products of rows by groups: what an element of the first operand is multiplied with."""
+
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _BETWEEN = ("__torch_dispatch__", "_fn", "inner")
 _NOTHING_SENT = ("wait_tensor", "barrier", "monitored_barrier_")
@@ -257,8 +265,11 @@ class Tracker(TorchDispatchMode):
         if ours is None and not out:
             return
         flops, kind = 0, "memory"
-        if function._overloadpacket in flop_registry:
-            flops = flop_registry[function._overloadpacket](*args, **kwargs, out_val=result)
+        packet = function._overloadpacket
+        if packet in _GROUPED:
+            flops, kind = 2 * args[0].numel() * _GROUPED[packet](args[1]), "matmul"
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
             kind = "attention" if "attention" in function._schema.name else "matmul"
         dtype = str((ours if ours is not None else out[0]).dtype).removeprefix("torch.")
         amount = self.record.computed.setdefault(Computed(kind, self.phase, dtype), Amount())
