@@ -216,20 +216,17 @@ class Planned:
 def planned(run: History) -> list[Planned]:
     """What the planner said beside what happened; empty for a run that was not planned."""
     told = next((e for e in reversed(run.events) if e.get("event") == "plan"), {})
-    numbers = [
-        (told.get(f"predicted_{name}"), told.get(f"measured_{name}"))
-        for name in ("memory", "seconds")
-    ]
-    if not all(is_number(value) and value > 0 for pair in numbers for value in pair):
-        return []
     kinds = told.get("kinds")
     parts = sorted(kinds.items(), key=lambda kind: -kind[1]) if isinstance(kinds, dict) else []
     rows = (
-        ("Memory of a rank", units.size, parts),
-        ("Time of an update", units.duration, []),
+        ("Memory of a rank", "memory", units.size, parts),
+        ("Time of an update", "seconds", units.duration, []),
     )
     found = []
-    for (name, show, inside), (said, saw) in zip(rows, numbers, strict=True):
+    for name, field, show, inside in rows:
+        said, saw = told.get(f"predicted_{field}"), told.get(f"measured_{field}")
+        if not (is_number(said) and is_number(saw) and min(said, saw) > 0):
+            continue
         longest = max(said, saw)
         bars = [
             (f"{k}, {show(v)}", f"c{1 + n % 5}", v / longest) for n, (k, v) in enumerate(inside)
