@@ -154,16 +154,16 @@ def plan(
         RecipeError: the recipe is refused.
     """
     pool, say = pool or Pool(), say or _silent
-    machine, fitted = constants.machine(on, recipe.train.precision)
-    asked = question(recipe, machine)
-    machine, notes = seated(asked.recipe, machine)
+    whole, fitted = constants.machine(on, recipe.train.precision)
+    asked = question(recipe, whole)
+    machine, notes = seated(asked.recipe, whole)
     looks = traces(asked, pool, full=full, ends_only=ends_only, say=say, confirm=confirm)
     found = judged(asked.recipe, machine, looks, [*fitted, *notes])
     if found.fits or not advise:
         return found
 
     def judge(other: Recipe) -> Traced:
-        tried = plan(other, on, full=full, advise=False, ends_only=True, pool=pool, say=say)
+        tried = plan(other, whole, full=full, advise=False, ends_only=True, pool=pool, say=say)
         return Traced(tried.needed, tried.fits, tried.time.seconds)
 
     own = Traced(found.needed, found.fits, found.time.seconds)
