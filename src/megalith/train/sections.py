@@ -229,7 +229,7 @@ def planned(run: History) -> list[Planned]:
             continue
         longest = max(said, saw)
         bars = [
-            (f"{k}, {show(v)}", f"c{1 + n % 5}", v / longest) for n, (k, v) in enumerate(inside)
+            (f"{k}, {show(v)}", f"c{1 + n % 4}", v / longest) for n, (k, v) in enumerate(inside)
         ]
         found.append(
             Planned(
