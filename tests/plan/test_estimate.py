@@ -148,6 +148,30 @@ def test_what_is_inferred_is_what_a_full_trace_says(layout: dict) -> None:
                 assert said[name] == pytest.approx(values, rel=1e-3), name
 
 
+@pytest.mark.parametrize("on", ["1xH100", "this machine"])
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("adamw", 8, 8.3), ("sgd", 4, 4.2), ("muon", 4, 8), ("adafactor", 0.01, 1)],
+)
+def test_every_optimizer_is_planned_with_its_state(
+    name: str, least: float, most: float, on: str
+) -> None:
+    """Bytes of state per parameter: two moments, momentum, momentum of matrices, factors."""
+    values = recipe(micro_batch=1).model_dump() | {"optim": {"name": name}}
+    (rank,) = plan(parse(values), on, pool=Pool(None)).ranks
+    assert least <= rank.kinds["optimizer"] / rank.parameters <= most
+
+
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    pool = Pool(None)
+    kept, moved = (
+        plan(recipe(layout={"shard": 2, "offload": away}, micro_batch=1), "2xH100", pool=pool)
+        for away in (False, True)
+    )
+    assert kept.ranks[0].kinds["optimizer"] > 0
+    assert moved.ranks[0].kinds["optimizer"] == moved.ranks[0].kinds["weights"] == 0
+
+
 def test_experts_are_planned_with_equal_shares_of_the_tokens() -> None:
     sparse = {"experts": 8, "experts_per_token": 2, "mlp_bias": False, "hidden": 128}
     pool = Pool(None)

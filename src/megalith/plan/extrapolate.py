@@ -153,7 +153,7 @@ def extend(points: Sequence[Point], seen: Sequence[Seen], goal: Point) -> Seen |
     return replace(
         deepest,
         memory=_with_reserved(read, deepest.memory),
-        kinds=_named(memory, f"kinds/{highest}"),
+        kinds=dict.fromkeys(deepest.kinds, 0.0) | _named(memory, f"kinds/{highest}"),
         moment={"phase": phase, "module": module, "operator": operator},
         most=_named(memory, "most"),
         curve={

@@ -88,6 +88,11 @@ def _chunks(tensor: Tensor, num_chunks: int, dim: int) -> Any:
     return _Chunks(tensor, num_chunks, dim)
 
 
+_aten = torch.ops.aten
+_IN_PLACE = (_aten._fused_sgd_.default, _aten._fused_sgd_.tensor_lr)
+"""Operators that make no tensor, which torch 2.13 knows of real tensors only."""
+
+
 class _Mode(torch._subclasses.FakeTensorMode):
     """There is one for all tensors of a trace.
 
@@ -97,6 +102,15 @@ class _Mode(torch._subclasses.FakeTensorMode):
 
     def __deepcopy__(self, memo: Any) -> _Mode:
         return self
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default and args[0].is_floating_point():
+            return 1.0  # an optimizer reads a norm on the host; no size depends on it
+        if func in _IN_PLACE:
+            return None
+        if func is _aten._pin_memory.default:
+            func, kwargs = _aten.clone.default, None  # where the host's memory lies is no matter
+        return super().dispatch(func, types, args, kwargs)
 
 
 def fake_mode() -> torch._subclasses.FakeTensorMode:
