@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalith.core.errors import PlanError
 from megalith.plan import constants, estimate, machine
 from megalith.plan.calibrate import calibrate, changed, device_of, told
 from megalith.plan.worker import Pool
+from megalith.recipe.schema import TrainSection
 
 RECIPE = """
 [model]
@@ -92,14 +94,27 @@ def test_constants_that_made_the_times_are_found_again(
     assert found.device.share["matmul"] == pytest.approx(truth.share["matmul"], rel=0.15)
 
     constants.keep(found.device, ["runs/one", 'a "quoted" run'])
-    used, notes = constants.machine("16xH200")
+    used, notes = constants.machine("16xH200", TrainSection())
     assert used.device.share["matmul"] == pytest.approx(found.device.share["matmul"], abs=1e-4)
     assert 'a "quoted" run' in notes[0]
-    assert constants.machine("16xH100")[1] == []
+    assert constants.machine("16xH100", TrainSection())[1] == []
     assert any("as fitted to" in note for note in estimate.plan(recipe, "16xH200", pool=pool).notes)
     constants.FILE.write_text("[H200]\nshare = 3")
     with pytest.raises(PlanError, match="damaged"):
-        constants.machine("1xH200")
+        constants.machine("1xH200", TrainSection())
+
+
+def test_this_machine_is_its_accelerator_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.this("cpu") == machine.HERE
+    monkeypatch.setattr(machine.devices, "pick", lambda name: torch.device("xpu", 0))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(machine.devices, "describe", lambda device: "NVIDIA H200")
+    assert machine.this() == "4xH200"
+    assert machine.this(count=2) == "2xH200"
+    assert constants.machine(machine.HERE, TrainSection())[0].device.key == "H200"
+    monkeypatch.setattr(machine.devices, "describe", lambda device: "Odd 9000")
+    with pytest.raises(PlanError, match="this machine's 'Odd 9000' is not in the catalogue"):
+        machine.this()
 
 
 def test_one_run_moves_what_it_is_made_of_and_nothing_else(tmp_path: Path) -> None:

@@ -14,23 +14,24 @@ from typing import Any
 
 from megalith.core.errors import PlanError
 from megalith.core.runs import write_whole
-from megalith.plan.machine import Device, Machine, parse
+from megalith.plan.machine import HERE, Device, Machine, parse, this
+from megalith.recipe.schema import TrainSection
 
 FILE = Path(".cache/megalith/devices.toml")
 
 
-def machine(on: str | Machine, precision: str = "fp32") -> tuple[Machine, list[str]]:
+def machine(on: str | Machine, train: TrainSection) -> tuple[Machine, list[str]]:
     """The machine that ``on`` names, with what runs told about its device; and a note if they did.
 
     Args:
-        precision: of this machine's measured rate, where it is asked for.
+        train: of the recipe: which of this machine's devices is meant, and in which precision.
 
     Raises:
         PlanError: the machine is not known, or the file is damaged.
     """
     if isinstance(on, Machine):
         return on, []
-    found = parse(on, precision)
+    found = parse(this(train.device) if on == HERE else on, train.precision)
     known = _read().get(found.device.key)
     if known is None:
         return found, []

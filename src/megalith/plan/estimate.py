@@ -142,7 +142,7 @@ def plan(
     """What ``recipe`` takes on a machine, without it: its own step is traced on fake tensors.
 
     Args:
-        on: such as ``64xH100``; left out: this machine's CPU.
+        on: such as ``64xH100``; left out: this machine, its accelerator where it has one.
         full: trace all layers and micro-batches.
         advise: look for changes that fit, if it does not.
         ends_only: of a pipeline, look at the first and last stage only.
@@ -154,7 +154,7 @@ def plan(
         RecipeError: the recipe is refused.
     """
     pool, say = pool or Pool(), say or _silent
-    whole, fitted = constants.machine(on, recipe.train.precision)
+    whole, fitted = constants.machine(on, recipe.train)
     asked = question(recipe, whole)
     machine, notes = seated(asked.recipe, whole)
     looks = traces(asked, pool, full=full, ends_only=ends_only, say=say, confirm=confirm)

@@ -180,6 +180,28 @@ def here(precision: str = "fp32") -> Device:
     )
 
 
+def this(device: str = "auto", count: int | None = None) -> str:
+    """What ``--on`` calls the device that ``train.device`` picks here; the CPU if it is no other.
+
+    Args:
+        count: of devices; left out: all that are here.
+
+    Raises:
+        PlanError: an accelerator that the catalogue does not know.
+        RecipeError: ``train.device`` is not in this machine.
+    """
+    chosen = devices.pick(device)
+    if not devices.is_accelerator(chosen):
+        return HERE
+    called = devices.describe(chosen)
+    key = key_of(called)
+    if key is None:
+        raise PlanError(
+            f"--on: this machine's '{called}' is not in the catalogue; name the nearest"
+        )
+    return f"{count or torch.accelerator.device_count()}x{key}"
+
+
 def names() -> list[str]:
     """The devices of the catalogue."""
     return sorted(_catalogue()["devices"])

@@ -86,7 +86,7 @@ def search(
         PlanError: the model is no decoder, or no layout is allowed.
     """
     pool, say = pool or Pool(), say or _silent
-    machine, _ = constants.machine(on, recipe.train.precision)
+    machine, _ = constants.machine(on, recipe.train)
     asked = estimate.question(advice.changed(recipe, _alone(recipe)), machine)
     recipe = asked.recipe
     if not isinstance(recipe.model, DecoderConfig):
@@ -146,7 +146,7 @@ def largest(
         PlanError: the model is no decoder, or not even a narrow one fits.
     """
     pool, say = pool or Pool(), say or _silent
-    machine, _ = constants.machine(on, recipe.train.precision)
+    machine, _ = constants.machine(on, recipe.train)
     asked = estimate.question(advice.changed(recipe, _alone(recipe)), machine)
     config = asked.recipe.model
     if not isinstance(config, DecoderConfig):

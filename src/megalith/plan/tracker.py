@@ -236,7 +236,8 @@ class Tracker(TorchDispatchMode):
         for storage, part in _all_storages(result):
             if self._counts(part):
                 self._see(storage, part, operator)
-        if function is torch.ops.aten.add.Tensor and _from_engine():
+        # A view holds its base, so that the engine is not its memory's only user.
+        if function is torch.ops.aten.add.Tensor and not args[0]._is_view() and _from_engine():
             self._joined = self._live_of(args[0]), self._live_of(result)
         if function is torch.ops.aten._to_copy.default:
             self._cast(args[0], result)

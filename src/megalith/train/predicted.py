@@ -124,18 +124,8 @@ class Beside:
 
 def _remembered(recipe: Recipe, device: torch.device) -> Plan | None:
     """The plan of a recipe for this machine, if it was made here before."""
-    on = _machine(device, recipe.layout.ranks)
-    if on is None:
-        return None
     try:
+        on = machine.this(str(device), recipe.layout.ranks)
         return plan(recipe, on, advise=False, pool=Remembered(CACHE))
     except MegalithError:
-        return None  # it was not planned, or cannot be
-
-
-def _machine(device: torch.device, ranks: int) -> str | None:
-    """What a plan calls the machine that the run is on; ``None``: the catalogue has no such."""
-    if not devices.is_accelerator(device):
-        return machine.HERE
-    key = machine.key_of(devices.describe(device))
-    return key and f"{ranks}x{key}"
+        return None  # it was not planned, cannot be, or the catalogue has no such device
