@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
+
+import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTForImageClassification
+
+_library = None
+try:  # transformers imports torchvision where that is installed
+    importlib.import_module("torchvision")
+except ModuleNotFoundError:
+    pass
+except RuntimeError:  # its wheel is for another build of torch, and lacks an operator
+    _library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        _library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
+
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForMaskedLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 
 def bert(layers: int = 12) -> nn.Module:

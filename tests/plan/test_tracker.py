@@ -115,6 +115,21 @@ def used_twice(tracker: Tracker) -> Any:
     return x, y
 
 
+def added(given: Callable[[Tensor], Tensor]) -> Any:
+    x = unit().requires_grad_()
+    y = x.exp()
+    ((given(y) * 2).sum() + (given(y) * 2).sum()).backward()
+    return x, y
+
+
+def added_in_place(tracker: Tracker) -> Any:
+    return added(lambda y: y)  # x, exp(x), two gradients; the first one becomes the sum
+
+
+def added_to_a_view(tracker: Tracker) -> Any:
+    return added(lambda y: y.view(2, -1))  # the view holds what it is a view of: a sum of its own
+
+
 def half(tracker: Tracker) -> Any:
     x = unit()
     return x, x.bfloat16(), x.double()
@@ -135,6 +150,8 @@ def half(tracker: Tracker) -> Any:
         (grown, 4 * UNIT),
         (saved, 4 * UNIT + 2 * SCALAR),
         (used_twice, 5 * UNIT + 2 * SCALAR),
+        (added_in_place, 4 * UNIT + 2 * SCALAR),
+        (added_to_a_view, 5 * UNIT + 2 * SCALAR),
         (half, UNIT + UNIT // 2 + 2 * UNIT),
     ],
 )
