@@ -41,6 +41,7 @@ class Rank:
         like: how many places of the pipeline are like it.
         needed: what the device must have: reserved memory, and ``overhead``.
         overhead: driver, libraries and collective buffers: constants of the device.
+        curve: bytes by kind over the update; of the deepest trace, if it was not traced in full.
         traced: layers and micro-batches of the traces; empty: traced in full.
     """
 

@@ -133,7 +133,8 @@ def look(
 def extend(points: Sequence[Point], seen: Sequence[Seen], goal: Point) -> Seen | None:
     """What a trace at ``goal`` would have seen; ``None`` if the last point belies the others.
 
-    Points with fewer micro-batches than it takes to fill memory count for work only.
+    Points with fewer micro-batches than it takes to fill memory count for work only. The curve
+    and the largest tensors stay those of the deepest trace.
     """
     pairs = zip(points, seen, strict=True)
     held = [(p, s) for p, s in pairs if p.micros >= min(goal.micros, p.kept + 1)]
@@ -156,10 +157,6 @@ def extend(points: Sequence[Point], seen: Sequence[Seen], goal: Point) -> Seen |
         kinds=dict.fromkeys(deepest.kinds, 0.0) | _named(memory, f"kinds/{highest}"),
         moment={"phase": phase, "module": module, "operator": operator},
         most=_named(memory, "most"),
-        curve={
-            name: [max(0.0, memory.get(f"curve/{name}/{n}", 0.0)) for n in range(len(values))]
-            for name, values in deepest.curve.items()
-        },
         computed=_triples(work, "computed", 3),
         sent=_triples(work, "sent", 2),
         parameters=work["parameters"],
@@ -219,8 +216,6 @@ def _memory(seen: Seen, moments: Collection[str]) -> dict[str, float]:
         found[f"total/{moment}"] = sum(kinds.values())
         found |= {f"kinds/{moment}/{name}": value for name, value in kinds.items()}
     found |= {f"most/{name}": value for name, value in seen.most.items()}
-    for name, values in seen.curve.items():
-        found |= {f"curve/{name}/{n}": value for n, value in enumerate(values)}
     return found
 
 
