@@ -199,9 +199,7 @@ def predicted(job: Job) -> int:
 def fresh(work: Callable[..., Any], *args: Any) -> Any:
     """``work(*args)`` in a process that has imported everything and run nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "megalith.plan.accuracy", "megalith.plan.memory", _HERE]
-    )
+    context.set_forkserver_preload(["torch", "megalith.plan.accuracy", "megalith.plan.memory"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(work, *args).result()
 
@@ -256,8 +254,30 @@ def _keep(rows: list[Row]) -> None:
         f"{kind}s: {exact} % of the allocator's events, {loose} % of the resident set"
         for kind, (exact, loose) in _LIMITS.items()
     )
-    text = ["# Predicted memory on the CPU", "", told, "", f"Limits: {limits}", "", *_HEAD]
+    text = [
+        "# Predicted memory on the CPU",
+        "",
+        told,
+        "",
+        f"Limits: {limits}",
+        "",
+        _words(rows),
+        "",
+        *_HEAD,
+    ]
     RESULTS.with_suffix(".md").write_text("\n".join([*text, *map(_line, rows)]) + "\n")
+
+
+def _words(rows: list[Row]) -> str:
+    more = [(row.resident - row.allocated) / 2**20 for row in rows if row.resident]
+    return (
+        "Layouts are rank 0 of two on gloo, with the copies that gloo makes. Gloo's threads let go "
+        "of a collective's tensors when they next have a processor; the allocator's column waits "
+        "for that, so a busy machine may hold the last collective's tensors a little longer. The "
+        f"resident set holds {min(more):.0f} to {max(more):.0f} MiB more than tensors do: what MKL "
+        "and oneDNN keep, the heap's gaps, modules that are imported late. (!) marks a row beyond "
+        "a limit."
+    )
 
 
 def _processor() -> str:

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith import step as steps
-from megalith.core import devices
+from megalith.core import devices, imports
 from megalith.layout import mesh as meshes
 from megalith.plan.trace import Job
 from megalith.recipe import parse
@@ -181,6 +181,9 @@ def _warm(job: Job) -> None:
     process's as its code is, and stay in no tensor.
     """
     torch.mm(torch.ones(1024, 256), torch.ones(256, 8192))
+    reference = getattr(job.recipe.model, "factory", None)
+    if reference is not None:
+        imports.resolve(reference, "model.factory")
     precision = job.recipe.train.precision
     train = {"precision": precision, "global_batch": 4, "micro_batch": 1}
     layout = job.recipe.layout.model_dump(exclude_defaults=True)
