@@ -80,7 +80,7 @@ What the rows' programs and machines do otherwise, each found in its source and 
 - A ring's latency grows with its ranks, as NCCL's own tuning model counts it.
 - llm-foundry's rows marked PURE reduce gradients in bfloat16, the others in float32.
 - Megatron-LM's products add weight gradients to float32 ones themselves, and its ranks send only
-  their own part of the hidden states to the next stage.
+  their own part of the hidden states to the next stage. Its dropout is left out.
 - A compiled step's pointwise operators move a fraction of an eager step's bytes.
 """
 
