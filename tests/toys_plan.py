@@ -1,4 +1,4 @@
-"""A model whose step ends its process, as a fault in C++ does."""
+"""Models that try a trace: one ends its process, as a fault in C++ does; one reads its weights."""
 
 from __future__ import annotations
 
@@ -16,3 +16,10 @@ class Aborts(nn.Linear):
 
 def aborts() -> nn.Module:
     return Aborts(4, 2)
+
+
+def truncated() -> nn.Module:
+    """Its weights are drawn until all lie within bounds, which is read on the host."""
+    model = nn.Linear(12, 2)
+    nn.init.trunc_normal_(model.weight, a=1.5, b=2.0)
+    return model

@@ -172,6 +172,23 @@ def test_what_is_offloaded_is_not_on_the_device() -> None:
     assert moved.ranks[0].kinds["optimizer"] == moved.ranks[0].kinds["weights"] == 0
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {
+            "model": {**SMALL, "dropout": 0.1},
+            "data": {"tokenizer": "bpe-512", "sequence": 64},
+            "layout": {"tensor": 2, "sequence_parallel": False},
+        },
+        {"model": {"factory": "toys_plan:truncated"}, "data": {"factory": "toy_data:ragged"}},
+    ],
+    ids=["dropout drawn alike", "weights drawn again while out of bounds"],
+)
+def test_a_number_that_the_host_reads_does_not_stop_a_plan(values: dict) -> None:
+    recipe = parse({**values, "train": {"global_batch": 4}})
+    assert plan(recipe, "2xH100", pool=Pool(None)).ranks[0].allocated > 0
+
+
 def test_experts_are_planned_with_equal_shares_of_the_tokens() -> None:
     sparse = {"experts": 8, "experts_per_token": 2, "mlp_bias": False, "hidden": 128}
     pool = Pool(None)

@@ -189,6 +189,11 @@ def _lookup(module: Any, group: dist.ProcessGroup, sequence: bool) -> Callable[[
     return forward
 
 
+def drawn() -> int:
+    """A number that all ranks of a group draw alike."""
+    return int(torch.randint(1 << 62, ()))
+
+
 def _own_masks(module: nn.Module, rank: int) -> Callable[..., Any]:
     """Draw dropout from a generator of this rank's; the shared one moves alike on all ranks."""
     inner = module.forward
@@ -196,7 +201,7 @@ def _own_masks(module: nn.Module, rank: int) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not module.training or not kwargs.get("dropout"):
             return inner(*args, **kwargs)
-        shared = int(torch.randint(1 << 62, ()))
+        shared = drawn()
         device = kwargs["query"].device if "query" in kwargs else args[0].device
         others = [device.index] if devices.is_accelerator(device) else []
         with torch.random.fork_rng(devices=others, device_type=_forked(device)):

@@ -98,7 +98,7 @@ def _gloo_first() -> Iterator[None]:
             time.sleep(1e-4)
         return result
 
-    dist.Work.wait = wait_for_both
+    dist.Work.wait = wait_for_both  # pyright: ignore
     try:
         with _InPython():
             yield
@@ -145,7 +145,7 @@ def _reduction(name: str) -> Any:
 
 def _group(given: Any) -> dist.ProcessGroup:
     name = given if isinstance(given, str) else dist.ProcessGroup.unbox(given).group_name
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
 def _updates(job: Job) -> Generator[Step]:

@@ -16,6 +16,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megalith.layout import tensor as tensor_layout
+
 _MESH = (
     "__init__",
     "__getitem__",
@@ -39,6 +41,9 @@ def join(ranks: int, rank: int, device: str) -> None:
     # mode of its own, so that they are not taken for the step's.
     _really(ShardingPropagator, "_propagate_tensor_meta_non_cached")
     _fsdp_param._chunk_with_empty = _chunks  # pyright: ignore
+    tensor_layout.drawn = _unfaked(
+        tensor_layout.drawn
+    )  # a number of the host's, of which no shape is made
     backend = "fake" if device == "cpu" else f"cpu:fake,{device}:fake"
     dist.init_process_group(backend, rank=rank, world_size=ranks, store=FakeStore())
 
@@ -106,6 +111,8 @@ class _Mode(torch._subclasses.FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].is_floating_point():
             return 1.0  # an optimizer reads a norm on the host; no size depends on it
+        if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return False  # a check of numbers that are not there: nothing is wrong with them
         if func in _IN_PLACE:
             return None
         if func is _aten._pin_memory.default:
