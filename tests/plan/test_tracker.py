@@ -334,3 +334,14 @@ def test_the_module_is_known_in_forward_backward_and_recomputation(recompute: bo
     assert again == (["1.inner", "1.outer.0", "0.inner", "0.outer.0"] if recompute else [])
     forward = [entry for entry in entries if entry.phase == "setup" and entry.operator == "addmm"]
     assert [entry.module for entry in forward] == ["0.inner", "0.outer.0", "1.inner", "1.outer.0"]
+
+
+def test_the_cpus_attention_counts_its_operations() -> None:
+    """Two products of 2 T^2 d forward, five backward, for each head (Dao et al. 2022)."""
+    query, key, value = (torch.zeros(2, 3, 32, 16, requires_grad=True) for _ in range(3))
+    with Tracker("cpu") as tracker:
+        nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
+    counted = sum(
+        amount.flops for kind, amount in tracker.record.computed.items() if kind.kind == "attention"
+    )
+    assert counted == (2 + 5) * 2 * 2 * 3 * 32 * 32 * 16

@@ -79,7 +79,8 @@ def plan(
     """
     from megalith.plan import worker
 
-    worker.start()  # imports torch beside this process, which does the same now
+    if on != "this machine":  # whose rates are measured first, with nothing beside
+        worker.start()  # imports torch beside this process, which does the same now
     if sum(map(bool, (search, max_params, sweep, calibrate))) > 1:
         raise PlanError("--search, --max-params, --sweep, --calibrate: one at a time")
     if by not in _GOALS:

@@ -22,7 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from megalith.models import grouped
 
@@ -40,6 +44,16 @@ _GROUPED: dict[Any, Callable[[Tensor], int]] = {
     grouped.OUTER.overloadpacket: lambda right: right.shape[1],
 }
 """Products of rows by groups: what an element of the first operand is multiplied with."""
+
+_ON_CPU: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *rest: sdpa_flop_count(query, key, value)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, query, key, value, *rest: sdpa_backward_flop_count(grad, query, key, value)
+    ),
+}
+"""The CPU's attention, which torch's registry leaves out."""
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _BETWEEN = ("__torch_dispatch__", "_fn", "inner")
@@ -269,6 +283,8 @@ class Tracker(TorchDispatchMode):
         packet = function._overloadpacket
         if packet in _GROUPED:
             flops, kind = 2 * args[0].numel() * _GROUPED[packet](args[1]), "matmul"
+        elif packet in _ON_CPU:
+            flops, kind = _ON_CPU[packet](*(tensor.shape for tensor in tensors)), "attention"
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
             kind = "attention" if "attention" in function._schema.name else "matmul"
