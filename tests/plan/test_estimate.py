@@ -227,6 +227,17 @@ def test_the_layout_takes_a_part_of_the_machine_or_is_refused() -> None:
         plan(recipe(layout={"shard": 16}), "8xH100", pool=Pool(None))
 
 
+def test_a_compiled_step_moves_less_and_computes_as_much() -> None:
+    pool = Pool(None)
+    eager, compiled = (
+        plan(recipe({"width": 512}, micro_batch=4, compile=way), "1xH100", pool=pool)
+        for way in (False, True)
+    )
+    assert compiled.time.compute < eager.time.compute
+    assert compiled.ranks[0].allocated == eager.ranks[0].allocated
+    assert any("train.compile" in note for note in compiled.notes)
+
+
 def test_what_does_not_fit_is_said_with_what_would() -> None:
     found = plan(recipe(micro_batch=16), "1xL4,memory=0.605", pool=Pool(None))
     assert not found.fits

@@ -22,7 +22,7 @@ from megalith.core.errors import PlanError
 from megalith.core.runs import RunFolder
 from megalith.plan import estimate, extrapolate
 from megalith.plan.machine import HERE, Device, Machine, key_of, parse
-from megalith.plan.time import step_time
+from megalith.plan.time import fused, step_time
 from megalith.plan.worker import Pool
 from megalith.recipe import Recipe, load
 
@@ -181,7 +181,8 @@ def _predictor(
     asked = estimate.question(run.recipe, machine)
     machine, _ = estimate.seated(asked.recipe, machine)
     looks = estimate.traces(asked, pool, full=False, ends_only=False, say=say)
-    pairs = [(look.part, look.seen) for look in looks]
+    compiled = run.recipe.train.compile
+    pairs = [(look.part, fused(look.seen) if compiled else look.seen) for look in looks]
     layout, micros = asked.recipe.layout, extrapolate.micros(asked.recipe)
     own = machine.device
 

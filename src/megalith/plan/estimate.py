@@ -15,7 +15,7 @@ from megalith.plan.advice import Change, Traced
 from megalith.plan.closed import overhead
 from megalith.plan.extrapolate import Look
 from megalith.plan.machine import HERE, Machine
-from megalith.plan.time import StepTime, step_time
+from megalith.plan.time import StepTime, fused, step_time
 from megalith.plan.worker import Asked, Pool, Seen
 from megalith.recipe import Recipe
 from megalith.recipe.families import DecoderConfig
@@ -202,7 +202,8 @@ def judged(
     limit = machine.device.memory
     ranks = sorted((_rank(look, machine) for look in looks), key=lambda rank: -rank.needed)
     fits, why = _fits(ranks[0], limit, recipe.layout.pipeline)
-    pairs = [(look.part, look.seen) for look in looks]
+    compiled = recipe.train.compile
+    pairs = [(look.part, fused(look.seen) if compiled else look.seen) for look in looks]
     took = step_time(pairs, recipe.layout, extrapolate.micros(recipe), machine)
     item, each = _items(recipe)
     per_second = recipe.train.global_batch * each / took.seconds
@@ -322,7 +323,9 @@ def _items(recipe: Recipe) -> tuple[str, int]:
 def _remarks(recipe: Recipe, took: StepTime) -> list[str]:
     found = []
     if recipe.train.compile:
-        found.append("train.compile is not modelled: the numbers are those of the eager step")
+        found.append(
+            "train.compile: the time is that of fewer, fused operators; memory is the eager step's"
+        )
     if took.starts:
         found.append("the host starts operators slower than the device runs them: larger ones help")
     if recipe.layout.expert > 1:
