@@ -227,6 +227,15 @@ def test_the_layout_takes_a_part_of_the_machine_or_is_refused() -> None:
         plan(recipe(layout={"shard": 16}), "8xH100", pool=Pool(None))
 
 
+def test_a_close_call_by_what_is_inferred_is_said() -> None:
+    pool, deep = Pool(None), recipe({"layers": 12}, micro_batch=4)
+    wide = plan(deep, "1xL4", pool=pool)
+    assert wide.ranks[0].traced
+    assert not any("close call" in note for note in wide.notes)
+    tight = f"1xL4,memory={(wide.needed + 1000) / 2**30}"
+    assert any("close call" in note for note in plan(deep, tight, pool=pool).notes)
+
+
 def test_a_compiled_step_moves_less_and_computes_as_much() -> None:
     pool = Pool(None)
     eager, compiled = (

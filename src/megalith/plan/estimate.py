@@ -22,6 +22,9 @@ from megalith.recipe.families import DecoderConfig
 
 Say = Callable[[str], None]
 
+_INFERRED = 0.07
+"""How far reserved memory that was inferred lay from a full trace's at most (in the tests)."""
+
 NOT_MODELLED = (
     "workspaces of cuBLAS, cuDNN and attention kernels beyond the constant for the device",
     "buffers of the collective library beyond the constant for the device",
@@ -222,7 +225,7 @@ def judged(
         limit=limit,
         fits=fits,
         why=why,
-        notes=[*notes, *_remarks(recipe, took)],
+        notes=[*notes, *_remarks(recipe, took), *_close(ranks[0], limit)],
     )
 
 
@@ -333,6 +336,13 @@ def _remarks(recipe: Recipe, took: StepTime) -> list[str]:
     if recipe.layout.offload:
         found.append("layout.offload: traffic to the host and the host's memory are not modelled")
     return found
+
+
+def _close(rank: Rank, limit: int) -> list[str]:
+    """A word of caution where what is inferred of reserved memory may decide."""
+    if not rank.traced or abs(rank.needed - limit) > _INFERRED * rank.reserved:
+        return []
+    return ["a close call: what is reserved is inferred from few layers; --full traces all"]
 
 
 def _silent(what: str) -> None:
