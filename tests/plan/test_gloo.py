@@ -66,7 +66,7 @@ def really(_: None) -> dict[str, int]:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             collective(x, group)
         now = peak = 0
-        for size in accuracy.events(profiler):
+        for size in accuracy.sizes(profiler):
             now += size
             peak = max(peak, now)
         found[collective.__name__] = peak
