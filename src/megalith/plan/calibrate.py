@@ -20,9 +20,8 @@ import numpy as np
 
 from megalith.core.errors import PlanError
 from megalith.core.runs import RunFolder
-from megalith.plan import estimate, extrapolate
+from megalith.plan import estimate
 from megalith.plan.machine import HERE, Device, Machine, key_of, parse
-from megalith.plan.time import fused, step_time
 from megalith.plan.worker import Pool
 from megalith.recipe import Recipe, load
 
@@ -181,15 +180,12 @@ def _predictor(
     asked = estimate.question(run.recipe, machine)
     machine, _ = estimate.seated(asked.recipe, machine)
     looks = estimate.traces(asked, pool, full=False, ends_only=False, say=say)
-    compiled = run.recipe.train.compile
-    pairs = [(look.part, fused(look.seen) if compiled else look.seen) for look in looks]
-    layout, micros = asked.recipe.layout, extrapolate.micros(asked.recipe)
     own = machine.device
 
     def predict(device: Device) -> float:
         # Ranks that share a processor have their part of its rates, and the same shares of them.
         used = replace(own, share=device.share, link_share=device.link_share)
-        return step_time(pairs, layout, micros, replace(machine, device=used)).seconds
+        return estimate.time_of(asked.recipe, replace(machine, device=used), looks).seconds
 
     return predict
 

@@ -205,9 +205,7 @@ def judged(
     limit = machine.device.memory
     ranks = sorted((_rank(look, machine) for look in looks), key=lambda rank: -rank.needed)
     fits, why = _fits(ranks[0], limit, recipe.layout.pipeline)
-    compiled = recipe.train.compile
-    pairs = [(look.part, fused(look.seen) if compiled else look.seen) for look in looks]
-    took = step_time(pairs, recipe.layout, extrapolate.micros(recipe), machine)
+    took = time_of(recipe, machine, looks)
     item, each = _items(recipe)
     per_second = recipe.train.global_batch * each / took.seconds
     needed = operations(recipe, [look.seen for look in looks])
@@ -227,6 +225,13 @@ def judged(
         why=why,
         notes=[*notes, *_remarks(recipe, took), *_close(ranks[0], limit)],
     )
+
+
+def time_of(recipe: Recipe, machine: Machine, looks: Sequence[Look]) -> StepTime:
+    """An update's time from what was traced, as it runs: eager or compiled."""
+    compiled = recipe.train.compile
+    pairs = [(look.part, fused(look.seen) if compiled else look.seen) for look in looks]
+    return step_time(pairs, recipe.layout, extrapolate.micros(recipe), machine)
 
 
 def whole_run(recipe: Recipe, machine: Machine, step: float) -> Whole:
