@@ -4,6 +4,8 @@
 PYTHON ?= python3
 DEMO ?= recipes/gpt-stdlib.toml
 BIN := .venv/bin
+# Many tests start ranks of their own, so more workers than these would fight for memory.
+WORKERS := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Threads that sleep when they wait, not spin: beside another busy process a step is 5 times as fast.
@@ -24,10 +26,10 @@ demo: .venv/installed
 	$(BIN)/megalith train $(DEMO) --overwrite
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 slow: .venv/installed-dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(WORKERS) -m slow
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

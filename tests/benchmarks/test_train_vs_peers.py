@@ -108,6 +108,7 @@ def test_other_losses_are_noticed(summary: Any) -> None:
     assert summary.disagreement(other, "bf16") is None
 
 
+@pytest.mark.slow
 def test_plain_pytorch_and_megalith_train_the_same_model(tmp_path: Path) -> None:
     shape = {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "context": 32}
     shape |= {"batch": 2, "sequence": 16, "steps": 3}

@@ -117,6 +117,7 @@ def test_the_run_of_many_ranks_is_that_of_one(alone: Path, tmp_path: Path, layou
     assert described[0] == described[1]
 
 
+@pytest.mark.slow
 def test_ranks_see_the_samples_of_one_process_each_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +193,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_not(
     undisturbed: Path, tmp_path: Path
 ) -> None:

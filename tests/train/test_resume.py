@@ -58,7 +58,7 @@ def work(recipe: Recipe, log: Path, syncs: int | None = None) -> None:
     """Train in a process of its own, and die at the ``syncs``-th time that a save reaches disk."""
     torch.set_num_threads(1)
     os.environ["SAMPLE_LOG"] = str(log)
-    devices.matmul_peak = lambda *_: 1e11  # only a figure, and it takes most of a second
+    devices.matmul_peak = lambda *_, **__: 1e11  # only a figure, and it takes most of a second
     if syncs is not None:
         left, sync = syncs, os.fsync
 

@@ -62,7 +62,10 @@ def shown(fault: Fault) -> str:
     return f"{fault.id} [{label(LayoutSection(**fault.layout))}]"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param("gpt", marks=pytest.mark.slow), *(name for name in RECIPES if name != "gpt")],
+)
 def test_without_a_fault_every_layout_is_right(recipe: str, proof: Callable[[str], Proof]) -> None:
     used = {
         label(layout): layout
