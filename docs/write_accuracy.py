@@ -228,8 +228,7 @@ the file's 2 is predicted. torchtitan's compiled rows reserve less than the eage
 predicted for them, because fused operators keep and make fewer tensors. The pull request does not
 name its model; the share of the peak that it reports with its throughput is that of a Llama 2 7B,
 which is assumed. Its loop held float32 logits during backward, as torchtitan's did then. What is
-reserved grows faster with depth than what is allocated; a trace eight layers deeper tells by how
-much.
+reserved is not linear in depth: rows that report it are traced in full, as `--full` does.
 """
 
 

@@ -17,7 +17,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from planner_published import llama
@@ -51,7 +50,7 @@ class Program:
         gathers: see ``llama.split``.
         loose: see ``llama.Llama``.
         confirm: trace a third depth too, which must lie where the others say.
-        apart: how much deeper than the first that one is.
+        full: trace all layers, for what is reserved, which is not linear in depth.
     """
 
     shape: Shape
@@ -66,7 +65,7 @@ class Program:
     clip: bool = True
     target: Target = field(default_factory=Target)
     confirm: bool = True
-    apart: int = 2
+    full: bool = False
     gathers: bool = False
     loose: bool = False
 
@@ -77,13 +76,14 @@ class Program:
 
 
 def points(program: Program) -> list[Point]:
-    """Shallow traces: four layers at least (FSDP gathers ahead), the last one may confirm.
+    """All layers, or few: four at least (FSDP gathers ahead), and the last trace may confirm.
 
     Two micro-batches stand for more: from the second on each does the same.
     """
     step = 2 if program.recompute == "layer" else 1
-    more = [0, step, program.apart][: 2 + program.confirm]
-    return [Point(4 + n, 1, min(2, program.micros)) for n in more]
+    few = [4 + step * n for n in range(2 + program.confirm)]
+    depths = [program.shape.layers] if program.full else few
+    return [Point(layers, 1, min(2, program.micros)) for layers in depths]
 
 
 def see(programs: Sequence[Program], kept: Path | None = None, processes: int = 2) -> list[Seen]:
@@ -104,22 +104,12 @@ def see(programs: Sequence[Program], kept: Path | None = None, processes: int = 
     for program in programs:
         grid = points(program)
         mine = [traces[program, point, kept] for point in grid]
-        whole = extend(grid, mine, Point(program.shape.layers, 1, program.micros))
+        goal = Point(program.shape.layers, 1, program.micros)
+        whole = mine[0] if program.full else extend(grid, mine, goal)
         if whole is None:
             raise RuntimeError(f"the traces of {program} do not agree: {[s.moment for s in mine]}")
-        whole = _reserved(whole, [point.layers for point in grid], mine, program.shape.layers)
         seen.append(_repeated(whole, program.micros / grid[0].micros))
     return seen
-
-
-def _reserved(whole: Seen, depths: Sequence[int], seen: Sequence[Seen], goal: int) -> Seen:
-    """With as much more reserved than allocated as the traces' gaps say, which grow with depth."""
-    memory = dict(whole.memory)
-    for name in ("reserved", "reserved_expandable"):
-        gaps = [one.memory[name] - one.memory["allocated"] for one in seen]
-        slope, start = np.polyfit(depths, gaps, 1)
-        memory[name] = memory["allocated"] + max(*gaps, start + slope * goal)
-    return replace(whole, memory=memory)
 
 
 def _repeated(seen: Seen, times: float) -> Seen:
@@ -139,7 +129,7 @@ def _work(job: tuple[Program, Point, Path | None]) -> Seen:
     program, point, kept = job
     torch.set_num_threads(1)
     shape = replace(program.shape, layers=point.layers)
-    small = replace(program, shape=shape, micros=point.micros, confirm=True, apart=2)
+    small = replace(program, shape=shape, micros=point.micros, confirm=True, full=False)
     if kept is None:
         return trace(small)
     path = kept / f"{hashlib.sha256(repr(small).encode()).hexdigest()[:32]}.json"

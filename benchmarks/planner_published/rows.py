@@ -222,8 +222,7 @@ def program(row: Row) -> Program | None:
         clip=row.tensor == 1,
         target=Target(device.capability, device.attention, device.memory),
         confirm=bool(row.memory) and row.tensor == 1,
-        # What is reserved is not linear in depth: a trace far from the others is needed.
-        apart=8 if row.note.startswith("memory is peak reserved") else 2,
+        full=row.note.startswith("memory is peak reserved"),
         gathers=kempner,
         loose="torchtitan" in row.source and not row.compiled and row.tensor == 1,
     )
