@@ -13,8 +13,8 @@ from torch import Tensor
 from megalith import step
 from megalith.plan.accelerator import Target
 from megalith.plan.memory import KINDS, Memory, read
+from megalith.plan.record import Allocated, Record
 from megalith.plan.trace import Job, Trace, trace
-from megalith.plan.tracker import Allocated, Record
 from megalith.recipe import parse
 from megalith.recipe.schema import Recipe
 

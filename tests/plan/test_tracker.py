@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megalith.plan.memory import read
 from megalith.plan.modules import Running
-from megalith.plan.tracker import Allocated, Record, Tracker
+from megalith.plan.record import Allocated, Record
+from megalith.plan.tracker import Tracker
 
 UNIT = 1024
 """Bytes of every tensor of one unit here."""

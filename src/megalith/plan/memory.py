@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megalith.plan.accelerator import Target
 from megalith.plan.allocator import Allocation, replay
-from megalith.plan.tracker import Allocated, Record
+from megalith.plan.record import Allocated, Record
 
 KINDS: tuple[str, ...] = (
     "weights",

@@ -24,7 +24,8 @@ from megalith.plan import accelerator, ranks
 from megalith.plan.accelerator import Target
 from megalith.plan.gloo import Copies
 from megalith.plan.modules import Running
-from megalith.plan.tracker import Record, Tracker
+from megalith.plan.record import Record
+from megalith.plan.tracker import Tracker
 from megalith.recipe import Recipe
 from megalith.step import Step
 from megalith.tasks import Batch

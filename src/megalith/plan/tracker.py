@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -22,128 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
 
-from megalith.models import grouped
-
-_NO_KERNEL = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten._unsafe_view.default,
-}
-_GROUPED: dict[Any, Callable[[Tensor], int]] = {
-    grouped.PRODUCT.overloadpacket: lambda matrices: matrices.shape[1],
-    grouped.OUTER.overloadpacket: lambda right: right.shape[1],
-}
-"""Products of rows by groups: what an element of the first operand is multiplied with."""
-
-_ON_CPU: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *rest: sdpa_flop_count(query, key, value)
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, query, key, value, *rest: sdpa_backward_flop_count(grad, query, key, value)
-    ),
-}
-"""The CPU's attention, which torch's registry leaves out."""
+from megalith.plan import operators
+from megalith.plan.record import Allocated, Amount, Computed, Record, Sent
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _BETWEEN = ("__torch_dispatch__", "_fn", "inner")
 _NOTHING_SENT = ("wait_tensor", "barrier", "monitored_barrier_")
-
-
-@dataclass
-class Allocated:
-    """One piece of memory, from its first byte to its end.
-
-    Attributes:
-        bytes: as asked for, not rounded.
-        born: place of its allocation in the order of all events.
-        died: place of its end; ``None``: it outlives the trace.
-        stream: which stream's pool it came from.
-        phase: when it was born: ``forward``, ``backward``, ``update`` or ``setup``.
-        end: the phase in which it died.
-        role: what it turned out to be; empty: neither weight, gradient nor state.
-        sent: a collective read or wrote it.
-        operator: that made it.
-        module: path of the module that was running.
-        shape: of the first tensor in it.
-    """
-
-    bytes: int
-    born: int
-    stream: int
-    phase: str
-    role: str
-    operator: str
-    module: str
-    shape: tuple[int, ...]
-    dtype: str
-    sent: bool = False
-    died: int | None = None
-    end: str = ""
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What the operators of one kind, phase and dtype add up to.
-
-    Attributes:
-        kind: ``matmul``, ``attention`` or ``memory`` (bound by bandwidth).
-    """
-
-    kind: str
-    phase: str
-    dtype: str
-
-
-@dataclass
-class Amount:
-    """Operators, floating-point operations, and bytes read and written."""
-
-    operators: int = 0
-    flops: int = 0
-    bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Sent:
-    """One collective: its name, the bytes of the whole, its group's name, and its phase."""
-
-    name: str
-    bytes: int
-    group: str
-    phase: str
-
-
-@dataclass
-class Record:
-    """Everything that a tracker saw.
-
-    Attributes:
-        memory: what was alive at ``start`` or came after it.
-        before: what had ended by then.
-        start: place of the last event that is not looked at.
-        events: place of the last event.
-        phases: where each stretch of a phase begins: place of the event before it, and its name.
-    """
-
-    memory: list[Allocated] = field(default_factory=list)
-    before: list[Allocated] = field(default_factory=list)
-    start: int = 0
-    events: int = 0
-    phases: list[tuple[int, str]] = field(default_factory=lambda: [(0, "setup")])
-    computed: dict[Computed, Amount] = field(default_factory=dict)
-    sent: list[Sent] = field(default_factory=list)
-    operators: int = 0
 
 
 @dataclass
@@ -261,7 +146,7 @@ class Tracker(TorchDispatchMode):
                     self._see(storage, part, operator).entry.sent = True
             if operator not in _NOTHING_SENT:
                 self._send(operator, args, result)
-        elif not function.is_view and function not in _NO_KERNEL:
+        elif not function.is_view and function not in operators.NO_KERNEL:
             self._compute(function, args, kwargs, result)
 
     def _cast(self, given: Tensor, result: Tensor) -> None:
@@ -279,15 +164,7 @@ class Tracker(TorchDispatchMode):
         out = [t for t in tree_iter(result) if isinstance(t, Tensor) and self._counts(t)]
         if ours is None and not out:
             return
-        flops, kind = 0, "memory"
-        packet = function._overloadpacket
-        if packet in _GROUPED:
-            flops, kind = 2 * args[0].numel() * _GROUPED[packet](args[1]), "matmul"
-        elif packet in _ON_CPU:
-            flops, kind = _ON_CPU[packet](*(tensor.shape for tensor in tensors)), "attention"
-        elif packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=result)
-            kind = "attention" if "attention" in function._schema.name else "matmul"
+        kind, flops = operators.cost(function, args, kwargs, result)
         dtype = str((ours if ours is not None else out[0]).dtype).removeprefix("torch.")
         amount = self.record.computed.setdefault(Computed(kind, self.phase, dtype), Amount())
         amount.operators += 1
