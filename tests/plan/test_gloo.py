@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 import torch
@@ -65,11 +66,7 @@ def really(_: None) -> dict[str, int]:
         x = torch.randn(SIZE)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             collective(x, group)
-        now = peak = 0
-        for size in accuracy.sizes(profiler):
-            now += size
-            peak = max(peak, now)
-        found[collective.__name__] = peak
+        found[collective.__name__] = max(accumulate(accuracy.sizes(profiler), initial=0))
     return found
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megalith.plan import accuracy
 from megalith.tasks.cross_entropy import cross_entropy, linear_cross_entropy
 
 
@@ -87,12 +90,7 @@ def peak_bytes(run) -> int:
     """Peak of live bytes that the CPU allocator sees while ``run`` works."""
     with torch.profiler.profile(profile_memory=True) as profile:
         run()
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():  # pyright: ignore
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
+    return max(accumulate(accuracy.sizes(profile), initial=0))
 
 
 def test_peak_memory_does_not_hold_the_logits():

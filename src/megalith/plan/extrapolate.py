@@ -202,7 +202,7 @@ def _with_reserved(memory: dict[str, float], deepest: dict[str, float]) -> dict[
     """Reserved memory lies above allocated memory by what fragments: hardly more with more layers.
 
     It is not linear itself, since segments and best fits jump: the gap of the deepest trace is
-    within 2 per cent of a full trace's total where that was tried.
+    within 7 per cent of a full trace's total where that was tried.
     """
     for name in ("reserved", "reserved_expandable"):
         memory[name] = memory["allocated"] + deepest[name] - deepest["allocated"]

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import (
     flop_registry,
     sdpa_backward_flop_count,
@@ -27,21 +25,30 @@ NO_KERNEL = {
 }
 """What gives memory a name or a shape, and starts no kernel."""
 
-_GROUPED: dict[Any, Callable[[Tensor], int]] = {
-    grouped.PRODUCT.overloadpacket: lambda matrices: matrices.shape[1],
-    grouped.OUTER.overloadpacket: lambda right: right.shape[1],
-}
-"""Products of rows by groups: what an element of the first operand is multiplied with."""
-
-_ON_CPU: dict[Any, Callable[..., int]] = {
+_UNLISTED: dict[Any, tuple[str, Callable[..., int]]] = {
+    grouped.PRODUCT.overloadpacket: (
+        "matmul",
+        lambda rows, matrices, *rest: 2 * rows.numel() * matrices.shape[1],
+    ),
+    grouped.OUTER.overloadpacket: (
+        "matmul",
+        lambda left, right, *rest: 2 * left.numel() * right.shape[1],
+    ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *rest: sdpa_flop_count(query, key, value)
+        "attention",
+        lambda query, key, value, *rest, **options: sdpa_flop_count(
+            query.shape, key.shape, value.shape
+        ),
     ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, query, key, value, *rest: sdpa_backward_flop_count(grad, query, key, value)
+        "attention",
+        lambda grad, query, key, value, *rest, **options: sdpa_backward_flop_count(
+            grad.shape, query.shape, key.shape, value.shape
+        ),
     ),
 }
-"""The CPU's attention, which torch's registry leaves out."""
+"""Kind and operations of what torch's registry leaves out: our products by groups, the CPU's
+attention."""
 
 
 def cost(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int]:
@@ -51,11 +58,9 @@ def cost(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int]:
         function: overload that was called with ``args`` and ``kwargs`` and gave ``result``.
     """
     packet = function._overloadpacket
-    if packet in _GROUPED:
-        return "matmul", 2 * args[0].numel() * _GROUPED[packet](args[1])
-    if packet in _ON_CPU:
-        shapes = [t.shape for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        return "attention", _ON_CPU[packet](*shapes)
+    if packet in _UNLISTED:
+        kind, count = _UNLISTED[packet]
+        return kind, count(*args, **kwargs)
     if packet in flop_registry:
         kind = "attention" if "attention" in function._schema.name else "matmul"
         return kind, flop_registry[packet](*args, **kwargs, out_val=result)
